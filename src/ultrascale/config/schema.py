@@ -1,0 +1,340 @@
+"""Every key a config may have: type, unit, default, and when to change it.
+
+The docstring under a field is its documentation: `ultrascale config schema` publishes it as JSON Schema, and
+editors show it through the modeline at the head of the files in configs/.
+
+The ranges here are those of the contract. What a package cannot do yet is refused by that package's
+`check.py`, with what to use in its place, so that the schema does not change when the package learns it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _integral(value: object) -> object:
+    """YAML 1.2 reads 1e6 as a float; it is a fine way to write a count. 2.5 stays a float, and is refused."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_integral)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_integral)]
+NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_integral)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Axis = Literal["pp", "dp", "ep", "cp", "tp"]
+# Tuples, because a config is frozen; not strict, because YAML writes them as lists. Their items stay strict.
+Axes = Annotated[tuple[Axis, ...], Field(strict=False)]
+Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+LayersPerStage = Annotated[tuple[NonNegative, ...], Field(strict=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Run(Section):
+    """What the run is called, how long it goes on, and where it writes."""
+
+    dir: str | None = None
+    """Folder of the run: metrics, checkpoints, manifest. null = runs/<run.name>."""
+    name: Annotated[str, Field(min_length=1)] = "run"
+    """Name of the run, in the console and in reports."""
+    seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_integral)] = 0
+    """Seed of initial values, data order and every other random draw. Change it for an independent run."""
+    steps: Positive
+    """Optimizer steps after which the run is finished. May be raised later: nothing else depends on it."""
+    resume: Annotated[str, Field(min_length=1)] = "auto"
+    """auto: go on from the newest whole checkpoint of run.dir, if there is one. never: start anew, refusing
+    a folder that holds a run. Anything else: the path of a checkpoint or of a run folder."""
+
+
+class RopeScaling(Section):
+    """Llama 3's stretching of rotary frequencies for contexts longer than those first trained on."""
+
+    rope_type: Literal["llama3"]
+    """Kind of scaling, by its Hugging Face name."""
+    factor: Annotated[float, Field(ge=1)]
+    """By how much the low frequencies are slowed (8 in Llama 3.1)."""
+    low_freq_factor: Annotated[float, Field(gt=0)]
+    """Wavelengths above original_max_position_embeddings / this get the whole factor (1 in Llama 3.1)."""
+    high_freq_factor: Annotated[float, Field(gt=0)]
+    """Wavelengths below original_max_position_embeddings / this stay as they are (4 in Llama 3.1)."""
+    original_max_position_embeddings: Positive
+    """Context, in tokens, that the unscaled frequencies were trained on (8192 in Llama 3)."""
+
+
+class Model(Section):
+    """The network, by the names that Hugging Face gives its fields."""
+
+    family: Annotated[str, Field(min_length=1)]
+    """llama, or package.module:Family for a model outside the tree."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    num_hidden_layers: Positive
+    """Number of transformer blocks."""
+    num_attention_heads: Positive
+    """Number of query heads. parallel.tp must divide it."""
+    num_key_value_heads: Positive | None = None
+    """Number of key and value heads (grouped-query attention). null = num_attention_heads."""
+    head_dim: Positive | None = None
+    """Width of one head. null = hidden_size / num_attention_heads."""
+    intermediate_size: Positive
+    """Width inside the feed-forward block. parallel.tp must divide it."""
+    vocab_size: Positive
+    """Number of token ids. Any number will do: it is padded inside, out of sight of loss and checkpoint."""
+    tie_word_embeddings: bool = False
+    """Use the embedding's weight as the head's too. Usual for small models."""
+    max_position_embeddings: Positive = 2048
+    """Longest sequence, in tokens, that the model is made for."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    """Base of the rotary frequencies. Larger for longer contexts (500000 in Llama 3)."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of rotary frequencies; null = none."""
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the mean square inside RMSNorm."""
+    initializer_range: Annotated[float, Field(ge=0)] = 0.02
+    """Standard deviation of the initial weights."""
+    depth_scaled_init: bool = False
+    """Divide the initial deviation of what writes to the residual stream by sqrt(2 · layers)."""
+    label_smoothing: Fraction = 0.0
+    """Share of the target probability that is spread over the whole vocabulary."""
+    z_loss_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of logsumexp(logits)² in the loss: keeps logits small in long bfloat16 runs (1e-4 in PaLM)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a family outside the tree, handed to it as they are."""
+
+
+class Parallel(Section):
+    """How the work is cut: the sizes of the mesh axes, and what is done over them."""
+
+    dp: Positive | None = None
+    """Data parallel replicas. null = what is left of the world: processes / (tp · cp · pp · ep)."""
+    tp: Positive = 1
+    """Tensor parallel: every matrix is cut over this many ranks. Keep it inside one host."""
+    cp: Positive = 1
+    """Context parallel: every sequence is cut over this many ranks. For long sequences."""
+    pp: Positive = 1
+    """Pipeline parallel: the layers are cut over this many ranks. For models that tp does not make fit."""
+    ep: Positive = 1
+    """Expert parallel: the experts are cut over this many ranks. Dense layers see more data parallelism."""
+    order: Axes = ("pp", "dp", "ep", "cp", "tp")
+    """All five axes, outermost first. Neighbouring ranks differ in the last, which gets the fastest links."""
+    zero_stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(_integral)] = 0
+    """What replicas share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    sequence_parallel: bool | Literal["auto"] = "auto"
+    """Cut activations over tp outside the matrices too: the same traffic, less memory. auto = tp > 1."""
+    expert_axes: Axes = ("ep",)
+    """Axes that experts are cut over. [ep, cp] or [cp, tp] fold them onto axes that dense layers cut by."""
+    expert_tensor_axes: Axes | None = None
+    """Axes that the matrices inside one expert are cut over. null = [tp], or [] when experts fold onto tp."""
+    bucket_bytes: Positive = 25 * 2**20
+    """Bytes of gradients that are reduced at a time. Larger for slow links, smaller for more overlap."""
+    deterministic_reduction: bool | Literal["auto"] = "auto"
+    """Sum gradients in rank order, so that bucket sizes change no bit. auto = yes on CPU, no on CUDA."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which a collective that hangs ends the run."""
+
+
+class Pipeline(Section):
+    """In which order stages work, and which layers they hold."""
+
+    schedule: Annotated[str, Field(min_length=1)] = "1f1b"
+    """Name of the schedule; `ultrascale schedule NAME` draws it."""
+    virtual_stages: Positive | None = None
+    """Stages on each rank. null = the schedule's own number."""
+    layout: LayersPerStage | str | None = None
+    """Layers on each stage, as [3, 5] or as "E t*3 | t*5 L" (E embedding, t block, L head). null = as even
+    as it goes."""
+
+
+class Context(Section):
+    """How attention works on a sequence that is cut over cp."""
+
+    method: Literal["ring", "allgather", "ulysses", "hybrid"] = "ring"
+    """ring passes keys and values around, allgather gathers them, ulysses trades tokens for heads, hybrid is
+    ulysses inside of ring."""
+    split: Literal["zigzag", "contiguous"] = "zigzag"
+    """zigzag gives every rank the same share of a causal mask; contiguous does not."""
+
+
+class Batch(Section):
+    """How many tokens a step is made of. The order of samples depends on global_size alone."""
+
+    global_size: Positive
+    """Sequences in one optimizer step, over all ranks."""
+    micro_size: Positive
+    """Sequences in one forward pass of one replica. Larger uses a GPU better, and more memory."""
+    sequence_length: Positive
+    """Tokens in a sequence."""
+
+
+class Source(Section):
+    """One part of a blend."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Prefix of a .bin/.idx pair, or builtin:stdlib, or builtin:uneven."""
+    weight: Annotated[float, Field(gt=0)]
+    """Share of the samples, relative to the other parts' weights."""
+
+
+Corpus = Annotated[str, Field(min_length=1)] | Annotated[tuple[Source, ...], Field(min_length=1, strict=False)]
+
+
+class Data(Section):
+    """The text."""
+
+    train: Corpus
+    """Prefix of a .bin/.idx pair made by `ultrascale data prepare`, or a list of {path, weight}, or
+    builtin:stdlib (the source of Python's standard library, tokenised on first use), or builtin:uneven
+    (synthetic)."""
+    validation: Corpus | None = None
+    """The same, held out. Needed by evaluation.every > 0."""
+    tokenizer: Annotated[str, Field(min_length=1)] = "bytes"
+    """A tokenizer.json, or bytes (256 bytes and an end of document: a vocabulary of 257)."""
+
+
+class Optimizer(Section):
+    """How a gradient becomes a step."""
+
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """Which optimizer."""
+    lr: Annotated[float, Field(ge=0)]
+    """Highest learning rate, reached after warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled decay, times the learning rate. Norms and biases have none."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW: decay of the two moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW: added to the root of the second moment."""
+    momentum: Fraction = 0.0
+    """SGD: decay of the velocity; 0 = plain SGD."""
+    max_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients with a larger global norm are scaled down to it. null = no clipping."""
+
+
+class Schedule(Section):
+    """The learning rate as a function of the step and of these keys alone."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After the warm-up: constant; linear or cosine down to min_lr at total_steps; wsd = constant, then
+    linear decay over the last decay_steps."""
+    total_steps: Positive | None = None
+    """Step at which the decay ends; afterwards the rate stays at min_lr. Needed by linear, cosine and wsd."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the rate rises linearly from 0."""
+    decay_steps: Positive | None = None
+    """wsd: length of the final decay. null = a tenth of total_steps."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Rate at the end of the decay."""
+
+
+class Precision(Section):
+    """In which number format which part is computed."""
+
+    compute: Literal["float64", "float32", "bfloat16", "float16", "fp8"] = "float32"
+    """Format of matrices and activations. Masters, norms, loss and sums use the wider of it and float32."""
+    recipe: str | None = None
+    """fp8: how scales are chosen."""
+    reduce: Literal["float64", "float32", "bfloat16"] | None = None
+    """Format in which gradients are summed over ranks. null = the wider of float32 and compute."""
+
+
+class Recompute(Section):
+    """Memory for time."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in backward: none, those that cost little time, or whole blocks."""
+
+
+class Evaluation(Section):
+    """Loss on data.validation during training."""
+
+    every: NonNegative = 0
+    """Steps between evaluations; 0 = never."""
+    batches: Positive = 4
+    """Global batches in one evaluation."""
+
+
+class Checkpoint(Section):
+    """What is saved, and when."""
+
+    every: NonNegative = 0
+    """Steps between checkpoints, and one at the end; 0 = never."""
+    keep: Positive | None = 2
+    """How many of the newest are kept; null = all."""
+    asynchronous: bool = False
+    """Write while training goes on."""
+    verify: Literal["full", "sampled", "off"] = "full"
+    """How much of a checkpoint is compared with its checksums when it is read."""
+
+
+class Init(Section):
+    """Where the first weights come from, when not from run.seed."""
+
+    from_hf: str | None = None
+    """A Hugging Face model folder."""
+
+
+class Observe(Section):
+    """What is printed and watched."""
+
+    console_every: Positive = 1
+    """Steps between lines on the console. metrics.jsonl has them all."""
+    replica_check_every: NonNegative = 100
+    """Steps between checks that copies of a parameter are still bitwise equal; 0 = never."""
+
+
+class Profile(Section):
+    """What is recorded for later study."""
+
+    timeline: bool = False
+    """Write timeline-RANK.jsonl, with begin and end of every action."""
+
+
+class Config(Section):
+    """A run. Without a default are run.steps, the model's sizes, batch, data.train and optimizer.lr."""
+
+    run: Run
+    model: Model
+    parallel: Parallel = Parallel()
+    pipeline: Pipeline = Pipeline()
+    context: Context = Context()
+    batch: Batch
+    data: Data
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    precision: Precision = Precision()
+    recompute: Recompute = Recompute()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    init: Init = Init()
+    observe: Observe = Observe()
+    profile: Profile = Profile()
+
+
+def flatten(section: BaseModel, prefix: str = "") -> dict[str, Any]:
+    """Dotted key → value, in the schema's order. A list (data.train) and model.options count as one value."""
+    values: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), prefix + name
+        values |= flatten(value, f"{key}.") if isinstance(value, BaseModel) else {key: value}
+    return values
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a config file, for editors and for error messages.
+
+    No section requires a key here, for a file may get it from the one it `extends`; the loader does.
+    """
+    schema = Config.model_json_schema()
+    sections = [schema["$defs"][name.capitalize()] for name in Config.model_fields]
+    for definition in (schema, *sections):
+        definition.pop("required", None)
+    extends = {
+        "type": "string",
+        "description": "Another config file, relative to this one; what this file says comes on top of it.",
+    }
+    schema["properties"] = {"extends": extends, **schema["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -1,0 +1,87 @@
+"""What a config can get wrong about its axes: what tp, cp and sequences must divide. Needs no torch.
+
+How an axis is used (parallel.sequence_parallel, context.*) is no idle setting where the axis has size 1:
+sweeps change sizes alone.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+from ultrascale.config.problem import Problem, choices
+from ultrascale.config.schema import Config, Model
+
+
+def check(config: Config) -> list[Problem]:
+    """Problems of the keys `parallel.*` and `context.*`. Takes a resolved config."""
+    return [*_not_in_this_version(config), *(_heads_and_features(config) or _sequence(config))]
+
+
+def _not_in_this_version(config: Config) -> list[Problem]:
+    parallel = config.parallel
+    problems = []
+    if parallel.zero_stage > 0:
+        message = f"parallel.zero_stage={parallel.zero_stage}: stages above 0 are not in this version; use 0"
+        problems.append(Problem("parallel.zero_stage", message))
+    if parallel.cp > 1:
+        message = f"parallel.cp={parallel.cp}: context parallelism is not in this version; use 1, and parallel.tp"
+        problems.append(Problem("parallel.cp", message))
+    if parallel.ep > 1:
+        message = f"parallel.ep={parallel.ep}: expert parallelism is not in this version; use 1, and parallel.dp"
+        problems.append(Problem("parallel.ep", message))
+    return problems
+
+
+def _heads_and_features(config: Config) -> list[Problem]:
+    """tp cuts query heads and the feed-forward block evenly; KV heads are cut, or replicated evenly."""
+    tp, model = config.parallel.tp, config.model
+    heads, kv_heads = model.num_attention_heads, _kv_heads(model)
+    if heads % kv_heads:
+        fitting = choices([n for n in range(1, heads + 1) if heads % n == 0])
+        message = f"model.num_key_value_heads={kv_heads} does not divide model.num_attention_heads={heads}"
+        return [Problem("model.num_key_value_heads", f"{message}; use {fitting}")]
+
+    fitting = choices([n for n in range(1, heads + 1) if not _broken_by(n, model)])
+    return [Problem("parallel.tp", f"parallel.tp={tp} {broken}; use {fitting}") for broken in _broken_by(tp, model)]
+
+
+def _broken_by(tp: int, model: Model) -> list[str]:
+    heads, kv_heads, ffn = model.num_attention_heads, _kv_heads(model), model.intermediate_size
+    broken = []
+    if heads % tp:
+        broken.append(f"does not divide model.num_attention_heads={heads}")
+    if kv_heads % tp and tp % kv_heads:
+        broken.append(f"neither divides model.num_key_value_heads={kv_heads} nor is a multiple of it")
+    if ffn % tp:
+        broken.append(f"does not divide model.intermediate_size={ffn}")
+    return broken
+
+
+def _kv_heads(model: Model) -> int:
+    return model.num_key_value_heads or model.num_attention_heads
+
+
+def _sequence(config: Config) -> list[Problem]:
+    """Sequences are cut into cp pieces (2·cp for zigzag), and each rank's share again into tp."""
+    parallel, length = config.parallel, config.batch.sequence_length
+    pieces, reasons, ways_out = 1, [], []
+    if parallel.cp > 1 and config.context.split == "zigzag":
+        pieces = 2 * parallel.cp
+        reasons.append(f"2·parallel.cp={pieces}, zigzag")
+        ways_out.append("context.split=contiguous")
+    elif parallel.cp > 1:
+        pieces = parallel.cp
+        reasons.append(f"parallel.cp={pieces}")
+    if parallel.sequence_parallel and parallel.tp > 1:
+        pieces = lcm(pieces, parallel.cp * parallel.tp)
+        reasons.append(f"parallel.tp={parallel.tp} with parallel.sequence_parallel")
+        ways_out.append("parallel.sequence_parallel=false")
+    if length % pieces == 0:
+        return []
+    below = length // pieces * pieces
+    lengths = choices([size for size in (below, below + pieces) if size])
+    message = (
+        f"batch.sequence_length={length} is not a multiple of {pieces} ({'; '.join(reasons)}); "
+        f"use {', or '.join([lengths, *ways_out])}"
+    )
+    return [Problem("batch.sequence_length", message)]
