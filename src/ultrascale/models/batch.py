@@ -1,0 +1,28 @@
+"""What a model reads: one micro-batch, and the micro-batches of a step with their global denominators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens of one micro-batch, in the form [seq, batch] of every tensor between layers."""
+
+    inputs: torch.Tensor
+    """int64 [seq, batch]"""
+    labels: tuple[torch.Tensor, ...]
+    """Per prediction depth int64 [seq, batch], shifted before any cut; −100 = no target. Empty: logits are wanted."""
+    positions: torch.Tensor
+    """int64 [seq, batch]: position of each token in its sequence (or document)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """This rank's micro-batches of one step, and the counts of the *global* batch that terms are divided by."""
+
+    micro_batches: Sequence[MicroBatch]
+    denominators: Mapping[str, int]

@@ -1,0 +1,287 @@
+"""Blocks of decoder-only transformers: attention, SwiGLU, block, and the stage that strings them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ultrascale.config.schema import Config, Model
+from ultrascale.kernels import reference
+from ultrascale.kernels.attention import causal_attention
+from ultrascale.models.batch import MicroBatch
+from ultrascale.models.rope import inverse_frequencies, rotation
+from ultrascale.parallel.cross_entropy import VocabularyShard, head_loss
+from ultrascale.parallel.layout import Constant, Layout, Normal, Tie, Use
+from ultrascale.parallel.module import Build, Module
+from ultrascale.parallel.passes import Pass, unit_input
+from ultrascale.parallel.tensor import (
+    ColumnLinear,
+    RMSNorm,
+    RowLinear,
+    VocabParallelEmbedding,
+    column_parallel,
+    swiglu,
+)
+from ultrascale.precision.policy import wide
+
+TIE = Tie("word_embeddings", ("embed_tokens.weight", "lm_head.weight"))
+VOCABULARY_MULTIPLE = 128
+"""Rows of embedding and head are padded in memory to this multiple, whatever tp is."""
+
+
+def matrix(name: str, rows: int, columns: int, split: dict[int, tuple[str, ...]], std: float) -> Layout:
+    """A weight that works on this rank's own features."""
+    return Layout(
+        name=name,
+        shape=(rows, columns),
+        split=split,
+        used_in=Use.FEATURES,
+        tie=None,
+        init=Normal(std),
+        decay=True,
+        lr_scale=1.0,
+        pad_to={},
+    )
+
+
+def norm_weight(name: str, size: int, build: Build) -> Layout:
+    """A norm's weight: on whole tokens, which are this rank's own under sequence parallelism."""
+    return Layout(
+        name=name,
+        shape=(size,),
+        split={},
+        used_in=Use.TOKENS if build.sequence_parallel else Use.WHOLE,
+        tie=None,
+        init=Constant(1.0),
+        decay=False,
+        lr_scale=1.0,
+        pad_to={},
+    )
+
+
+def vocabulary_matrix(name: str, model: Model) -> Layout:
+    """Embedding or head: one row per token id, cut over tp."""
+    return Layout(
+        name=TIE.names[0] if model.tie_word_embeddings else name,
+        shape=(model.vocab_size, model.hidden_size),
+        split={0: ("tp",)},
+        used_in=Use.FEATURES,
+        tie=TIE if model.tie_word_embeddings else None,
+        init=Normal(model.initializer_range),
+        decay=True,
+        lr_scale=1.0,
+        pad_to={0: VOCABULARY_MULTIPLE},
+    )
+
+
+def output_std(model: Model) -> float:
+    """Std of the weights that write into the residual stream; 1/√(2L) of the others' when scaled by depth (GPT-2)."""
+    return (
+        model.initializer_range / (2 * model.num_hidden_layers) ** 0.5
+        if model.depth_scaled_init
+        else model.initializer_range
+    )
+
+
+class _SplitHeads(torch.autograd.Function):
+    """qkv → q and k rotated, v: one new tensor for q and k, none for v, and one for the gradient of all three."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: torch.Tensor, heads: int, kv_heads: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.heads, ctx.kv_heads = heads, kv_heads
+        ctx.save_for_backward(cos, sin)
+        by_head = qkv.view(*qkv.shape[:-1], heads + 2 * kv_heads, -1)
+        rotated = reference.rotate(by_head[:, :, : heads + kv_heads], cos, sin)
+        return rotated[:, :, :heads], rotated[:, :, heads:], by_head[:, :, heads + kv_heads :].clone()
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        heads, kv_heads = ctx.heads, ctx.kv_heads
+        seq, batch, _, head_dim = dq.shape
+        dqkv = dq.new_empty(seq, batch, heads + 2 * kv_heads, head_dim)
+        dqkv[:, :, :heads] = reference.rotate(dq, cos, sin, backward=True)
+        dqkv[:, :, heads : heads + kv_heads] = reference.rotate(dk, cos, sin, backward=True)
+        dqkv[:, :, heads + kv_heads :] = dv
+        return dqkv.flatten(2), None, None, None, None
+
+
+class Attention(Module):
+    """Grouped-query attention with rotary positions; q, k and v are one GEMM."""
+
+    def __init__(self, build: Build, model: Model, prefix: str) -> None:
+        super().__init__(build)
+        heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+        assert kv_heads is not None
+        assert head_dim is not None
+        hidden, std = model.hidden_size, model.initializer_range
+        # With more tp ranks than kv heads, a head is held by kv_replica ranks, whose gradients of it are parts.
+        kv_split: dict[int, tuple[str, ...]] = {0: ("kv_shard",)}
+        self.qkv = ColumnLinear(
+            build,
+            matrix(f"{prefix}.q_proj.weight", heads * head_dim, hidden, {0: ("tp",)}, std),
+            matrix(f"{prefix}.k_proj.weight", kv_heads * head_dim, hidden, kv_split, std),
+            matrix(f"{prefix}.v_proj.weight", kv_heads * head_dim, hidden, kv_split, std),
+        )
+        self.out = RowLinear(
+            build,
+            matrix(f"{prefix}.o_proj.weight", hidden, heads * head_dim, {1: ("tp",)}, output_std(model)),
+        )
+        self.local_heads = heads // build.tp
+        self.local_kv_heads = kv_heads // build.mesh.size(("kv_shard",))
+
+    def forward(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
+        """x [seq (/ tp), batch, hidden] → the same"""
+        assert current.rotation is not None
+        qkv = self.qkv(x, current)
+        if self.build.recompute == "selective" and current.sink is not None:
+            mixed = checkpoint(self._mix, qkv, *current.rotation, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed = self._mix(qkv, *current.rotation)
+        return self.out(mixed, current)
+
+    def _mix(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """qkv [seq, batch, (heads + 2 kv_heads) / tp · head_dim] → [seq, batch, heads / tp · head_dim]"""
+        q, k, v = _SplitHeads.apply(qkv, self.local_heads, self.local_kv_heads, cos, sin)
+        return causal_attention(q, k, v).flatten(2)
+
+
+class MLP(Module):
+    """SwiGLU; gate and up are one GEMM."""
+
+    def __init__(self, build: Build, model: Model, prefix: str) -> None:
+        super().__init__(build)
+        hidden, ffn, std = model.hidden_size, model.intermediate_size, model.initializer_range
+        self.gate_up = ColumnLinear(
+            build,
+            matrix(f"{prefix}.gate_proj.weight", ffn, hidden, {0: ("tp",)}, std),
+            matrix(f"{prefix}.up_proj.weight", ffn, hidden, {0: ("tp",)}, std),
+        )
+        self.down = RowLinear(build, matrix(f"{prefix}.down_proj.weight", hidden, ffn, {1: ("tp",)}, output_std(model)))
+
+    def forward(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
+        """x [seq (/ tp), batch, hidden] → the same"""
+        gate_up = self.gate_up(x, current)
+        if self.build.recompute == "selective" and current.sink is not None:
+            product = checkpoint(swiglu, gate_up, use_reentrant=False, preserve_rng_state=False)
+        else:
+            product = swiglu(gate_up)
+        return self.down(product, current)
+
+
+class Block(Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, build: Build, model: Model, index: int) -> None:
+        super().__init__(build)
+        prefix, hidden, eps = f"layers.{index}", model.hidden_size, model.rms_norm_eps
+        self.attention_norm = RMSNorm(build, norm_weight(f"{prefix}.attention_norm.weight", hidden, build), eps)
+        self.attention = Attention(build, model, f"{prefix}.attention")
+        self.mlp_norm = RMSNorm(build, norm_weight(f"{prefix}.mlp_norm.weight", hidden, build), eps)
+        self.mlp = MLP(build, model, f"{prefix}.mlp")
+
+    def forward(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
+        """x [seq (/ tp), batch, hidden] → the same"""
+        x = x + self.attention(self.attention_norm(x, current), current)
+        return x + self.mlp(self.mlp_norm(x, current), current)
+
+
+class Head(Module):
+    """Final norm and projection onto the vocabulary, as loss sums or as logits."""
+
+    weight: torch.Tensor
+
+    def __init__(self, build: Build, model: Model, embedding: VocabParallelEmbedding | None) -> None:
+        super().__init__(build)
+        self.norm = RMSNorm(build, norm_weight("norm.weight", model.hidden_size, build), model.rms_norm_eps)
+        layout = vocabulary_matrix("lm_head.weight", model)
+        if model.tie_word_embeddings and embedding is not None:
+            self.share("weight", embedding, "weight")
+        else:
+            self.declare("weight", layout)
+        offset, shape = layout.box(build.mesh, build.rank)
+        self.shard = VocabularyShard(start=offset[0], valid=shape[0], total=model.vocab_size)
+        self.smoothing = model.label_smoothing
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, current: Pass) -> dict[str, torch.Tensor]:
+        """x [seq (/ tp), batch, hidden], labels [seq, batch] → sums over the positions with a target"""
+        build = self.build
+        loss_sum, z_sum = head_loss(
+            self.norm(x, current),
+            self.weight,
+            labels,
+            self.shard,
+            self.smoothing,
+            build.tensor_group,
+            build.sequence_parallel,
+            current,
+        )
+        return {"lm": loss_sum, "z": z_sum}
+
+    def logits(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
+        """[seq, batch, vocabulary of this rank], padding cut off, in wide precision."""
+        build = self.build
+        local = column_parallel(
+            self.norm(x, current), self.weight, build.tensor_group, build.sequence_parallel, current
+        )
+        return local[..., : self.shard.valid].to(wide(local.dtype))
+
+
+class Stage(Module):
+    """A run of layers, with the embedding before it or the head behind it where the partition puts them.
+
+    layers     indices of this stage's blocks, global; may be empty
+    """
+
+    def __init__(self, build: Build, config: Config, layers: range, embedding: bool, head: bool) -> None:
+        super().__init__(build)
+        model = config.model
+        self.embedding = (
+            VocabParallelEmbedding(build, vocabulary_matrix("embed_tokens.weight", model)) if embedding else None
+        )
+        self.blocks = nn.ModuleList(Block(build, model, index) for index in layers)
+        self.names = [f"layers.{index}" for index in layers]
+        self.head = Head(build, model, self.embedding) if head else None
+        self.frequency = inverse_frequencies(model)
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) in order of use: what is reduced, gathered and freed together."""
+        units: list[tuple[str, nn.Module]] = []
+        if self.embedding is not None:
+            units.append(("embedding", self.embedding))
+        units += zip(self.names, self.blocks, strict=True)
+        if self.head is not None:
+            units.append(("head", self.head))
+        return units
+
+    def forward(
+        self, hidden: torch.Tensor | None, batch: MicroBatch, current: Pass
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """One micro-batch through the stage.
+
+        hidden   [seq (/ tp), batch, hidden] from the stage before; None for the first
+        returns  the same for the stage behind; from the last, {term: sum} or, without labels, {"logits": …}
+        """
+        if self.embedding is not None:
+            x = self.embedding(batch.inputs, current)
+        else:
+            assert hidden is not None
+            x = hidden
+        if len(self.blocks) and current.rotation is None:
+            current.rotation = rotation(batch.positions, self.frequency, wide(x.dtype))
+        for name, block in zip(self.names, self.blocks, strict=True):
+            x = unit_input(x, name, current)
+            if self.build.recompute == "full" and current.sink is not None:
+                x = checkpoint(block, x, current, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, current)
+        if self.head is None:
+            return x
+        if not batch.labels:
+            return {"logits": self.head.logits(x, current)}
+        return self.head(unit_input(x, "head", current), batch.labels[0], current)
