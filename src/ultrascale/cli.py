@@ -34,6 +34,11 @@ COMMANDS = {
         "turn text into token files, and look into them",
         "ultrascale data prepare corpus.jsonl --output data/corpus --tokenizer train:8192",
     ),
+    "generate": Command(
+        "ultrascale.generation_command",
+        "text from a trained model",
+        'ultrascale generate runs/demo --prompt "def "',
+    ),
     "schedule": Command(
         "ultrascale.pipeline.command",
         "validate, simulate and draw a pipeline schedule",

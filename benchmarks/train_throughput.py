@@ -1,0 +1,287 @@
+"""Training throughput side by side: ultrascale's trainer step against `transformers` with PyTorch's DDP.
+
+    python benchmarks/train_throughput.py            # all layouts, about five minutes on two cores
+    python benchmarks/train_throughput.py --steps 3 --layouts one,dp2
+
+The same Llama (hidden 256, 4 layers, 8 heads, ffn 688, vocabulary 8192, sequences of 256, 4096 tokens a step, float32,
+AdamW), the same tokens, one thread a process. All contestants run in turns within one go, so that a machine whose
+speed drifts treats them alike; the figures are medians, and the ratios are what counts. The yardstick is the rate of a
+plain float32 GEMM on one thread in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MODEL = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 688,
+    "vocab_size": 8192,
+    "max_position_embeddings": 256,
+}
+SEQUENCE, TOKENS = 256, 4096
+GLOBAL = TOKENS // SEQUENCE
+LAYOUTS = {
+    # name: (contestant, processes, overrides of ultrascale)
+    "transformers": ("transformers", 1, {}),
+    "one": ("ultrascale", 1, {"batch.micro_size": 4}),
+    "transformers_dp2": ("transformers", 2, {}),
+    "dp2": ("ultrascale", 2, {"parallel.dp": 2, "batch.micro_size": 4}),
+    "tp2": ("ultrascale", 2, {"parallel.tp": 2, "parallel.sequence_parallel": False, "batch.micro_size": 4}),
+    "tp2_sp": ("ultrascale", 2, {"parallel.tp": 2, "batch.micro_size": 4}),
+    # The head costs as much as two and a half layers: three layers against one layer and the head.
+    "pp2": ("ultrascale", 2, {"parallel.pp": 2, "batch.micro_size": 2, "pipeline.layout": (3, 1)}),
+}
+
+
+def gemm_rate() -> float:
+    """float32 FLOP/s of one thread on a GEMM of the model's size."""
+    import torch
+
+    a, b = torch.randn(1024, 256), torch.randn(256, 1376)
+    best = 0.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        best = max(best, 10 * 2 * 1024 * 256 * 1376 / (time.perf_counter() - start))
+    return best
+
+
+def flops_per_token() -> float:
+    """Model FLOPs of forward and backward, the causal half of attention counted."""
+    h, f, layers = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["num_hidden_layers"]
+    matmul = layers * (4 * h * h + 3 * h * f) + MODEL["vocab_size"] * h
+    return 6 * matmul + 6 * layers * 2 * h * SEQUENCE / 2
+
+
+def ultrascale_steps(overrides: dict[str, object]):
+    """A function that runs one step."""
+    import torch
+    import torch.distributed as dist
+
+    from ultrascale.assembly import assemble
+    from ultrascale.comm.ledger import Ledger
+    from ultrascale.comm.process_groups import create
+    from ultrascale.config.resolve import resolve
+    from ultrascale.config.schema import Config
+    from ultrascale.mesh.axes import Mesh
+    from ultrascale.mesh.groups import group_plan
+    from ultrascale.models.batch import MicroBatch
+    from ultrascale.trainer import train_step, with_denominators
+
+    tree: dict[str, dict[str, object]] = {
+        "run": {"steps": 1},
+        "model": {"family": "llama", **MODEL},
+        "batch": {"global_size": GLOBAL, "micro_size": 4, "sequence_length": SEQUENCE},
+        "data": {"train": "builtin:uneven"},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
+    }
+    for key, value in overrides.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = value
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    config = resolve(Config.model_validate(tree), world)
+    mesh, ledger = Mesh.of(config), Ledger()
+    assembly = assemble(config, mesh, rank, create(mesh, group_plan(mesh, config), ledger), torch.device("cpu"))
+    replicas, micro = mesh.size(["dp"]), config.batch.micro_size
+    generator = torch.Generator().manual_seed(mesh.index(rank, ["dp"]))
+    step = 0
+
+    def run() -> float:
+        nonlocal step
+        step += 1
+        ledger.clear()
+        batches = []
+        for _ in range(GLOBAL // replicas // micro):
+            tokens = torch.randint(0, MODEL["vocab_size"], (SEQUENCE + 1, micro), generator=generator)
+            positions = torch.arange(SEQUENCE).unsqueeze(1).expand(SEQUENCE, micro)
+            batches.append(MicroBatch(tokens[:-1], (tokens[1:],), positions))
+        return train_step(assembly, with_denominators(assembly, batches), step).report["loss"]
+
+    return run
+
+
+def transformers_steps(sequences: int = 4):
+    """The same of LlamaForCausalLM, under DDP when there are several processes."""
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(**MODEL, attn_implementation="sdpa", tie_word_embeddings=False, use_cache=False)
+    )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    generator = torch.Generator().manual_seed(rank)
+    micro_batches = GLOBAL // world // sequences
+
+    def run() -> float:
+        total = 0.0
+        for number in range(micro_batches):
+            tokens = torch.randint(0, MODEL["vocab_size"], (sequences, SEQUENCE), generator=generator)
+            last = number == micro_batches - 1
+            if world > 1:
+                wrapped.require_backward_grad_sync = last
+            loss = wrapped(input_ids=tokens, labels=tokens).loss / micro_batches
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return run
+
+
+def worker(name: str) -> None:
+    """One process of one contestant: runs a step for each line on standard input, and answers with a line."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    contestant, world, overrides = LAYOUTS[name]
+    if world > 1:
+        dist.init_process_group("gloo")
+    step = ultrascale_steps(overrides) if contestant == "ultrascale" else transformers_steps()
+    rank = dist.get_rank() if world > 1 else 0
+    for line in sys.stdin:
+        start, cpu = time.perf_counter(), time.process_time()
+        loss = step()
+        if world > 1:
+            dist.barrier()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"rank": rank, "s": seconds, "cpu": cpu, "peak": peak, "loss": loss}), flush=True)
+        del line
+
+
+class Contestant:
+    """The processes of one layout, each waiting for its next step."""
+
+    def __init__(self, name: str, port: int) -> None:
+        self.name, self.world = name, LAYOUTS[name][1]
+        base = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "WORLD_SIZE": str(self.world)}
+        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", name],
+                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(self.world)
+        ]
+        self.steps: list[list[dict[str, float]]] = []
+
+    def step(self, counted: bool) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write("step\n")
+            process.stdin.flush()
+        answers = []
+        for process in self.processes:
+            assert process.stdout is not None
+            answers.append(json.loads(process.stdout.readline()))
+        if counted:
+            self.steps.append(answers)
+
+    def close(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+
+    def figures(self) -> dict[str, float]:
+        seconds = statistics.median(max(a["s"] for a in step) for step in self.steps)
+        cpu = statistics.median(sum(a["cpu"] for a in step) for step in self.steps)
+        return {
+            "processes": self.world,
+            "tokens_per_s": TOKENS / seconds,
+            "tokens_per_cpu_s": TOKENS / cpu,
+            "peak_memory_mib": max(a["peak"] for a in self.steps[-1]) / 2**20,
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of each contestant (default 8)")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated names")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker)
+        return 0
+
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    contestants = [Contestant(name, 29700 + i) for i, name in enumerate(arguments.layouts.split(","))]
+    rates = []
+    try:
+        for number in range(arguments.steps + 2):  # two to warm up
+            for contestant in contestants:
+                contestant.step(counted=number >= 2)
+            rates.append(gemm_rate())
+            print(f"round {number + 1}/{arguments.steps + 2}", file=sys.stderr, flush=True)
+    finally:
+        for contestant in contestants:
+            contestant.close()
+    rate = statistics.median(rates)
+    figures = {c.name: c.figures() for c in contestants}
+    ratios = {
+        f"{a} / {b}": figures[a]["tokens_per_s"] / figures[b]["tokens_per_s"]
+        for a, b in (
+            ("one", "transformers"),
+            ("dp2", "one"),
+            ("dp2", "transformers_dp2"),
+            ("tp2", "one"),
+            ("tp2_sp", "one"),
+            ("pp2", "one"),
+        )
+        if a in figures and b in figures
+    }
+    print(f"float32 GEMM of one thread: {rate / 1e9:.1f} GFLOP/s; {flops_per_token() / 1e6:.1f} MFLOP a token")
+    print(f"{'layout':18} {'processes':>9} {'tokens/s':>9} {'tokens/CPU-s':>13} {'peak MiB':>9} {'share of GEMM':>14}")
+    for name, f in figures.items():
+        f["share_of_gemm"] = f["tokens_per_s"] * flops_per_token() / rate / f["processes"]
+        print(
+            f"{name:18} {f['processes']:9.0f} {f['tokens_per_s']:9.0f} {f['tokens_per_cpu_s']:13.0f} "
+            f"{f['peak_memory_mib']:9.0f} {f['share_of_gemm']:14.1%}"
+        )
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f}")
+    if arguments.output:
+        about = {
+            "date": time.strftime("%Y-%m-%d"),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "gemm_gflops": rate / 1e9,
+            "steps": arguments.steps,
+        }
+        arguments.output.write_text(json.dumps({**about, "figures": figures, "ratios": ratios}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""The folder of a run's checkpoints: which is the newest whole one, and removing old ones without ever losing
+the last.
+
+    checkpoints/step-00000010/    whole, when its manifest is valid and its files are there
+    checkpoints/.step-…tmp-…      a save under way, or one that died
+    checkpoints/.trash-…          being removed
+    checkpoints/step-00000010.set-aside-…   moved out of the way: damaged, or of a future that the run went
+                                            back from
+
+A checkpoint is renamed before it is deleted, so that one that is half deleted is never taken for whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from ultrascale.checkpoint.boxes import CheckpointError
+from ultrascale.checkpoint.manifest import Manifest, read_manifest
+
+_STEP = re.compile(r"step-(\d{8,})")
+_LEFT_OVER = re.compile(r"\..+\.tmp-[0-9a-f]{12}|\.trash-.+-[0-9a-f]{12}")
+
+
+def folder_name(step: int) -> str:
+    """The name of the checkpoint of this step: step-00000010."""
+    return f"step-{step:08d}"
+
+
+def temporary_name(folder: Path) -> Path:
+    """A fresh name beside the folder, for a save under way; `sweep` knows it."""
+    return folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:12]}")
+
+
+def whole(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there, in their right sizes. Checksums of the data are
+    not read.
+
+    Raises CheckpointError that says what is wrong.
+    """
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: the file cannot be read: {error.strerror}") from error
+        if size != entry.bytes:
+            raise CheckpointError(f"{folder / name}: {size} bytes, the manifest says {entry.bytes}: it was truncated")
+    named = _STEP.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(f"{folder}: its manifest is of step {manifest.step}: it was renamed, or swapped")
+    return manifest
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the folder is a whole checkpoint, as `whole` sees it."""
+    try:
+        whole(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def checkpoints(root: Path) -> Iterator[Path]:
+    """The whole checkpoints of the folder, newest first; each is checked only when it is asked for."""
+    for folder in _named(root):
+        if is_whole(folder):
+            yield folder
+
+
+def latest(root: Path) -> Path | None:
+    """The newest whole checkpoint; None when there is none."""
+    return next(checkpoints(root), None)
+
+
+def torn(root: Path) -> list[CheckpointError]:
+    """Why each folder that is named like a checkpoint, and is newer than the newest whole one, is not
+    taken."""
+    reasons = []
+    for folder in _named(root):
+        try:
+            whole(folder)
+        except CheckpointError as error:
+            reasons.append(error)
+        else:
+            break
+    return reasons
+
+
+def remove(folder: Path, *, probe: Callable[[Literal["trash", "trashed"]], None] = lambda point: None) -> None:
+    """Removes a checkpoint: renamed first, then deleted.
+
+    Raises CheckpointError when it is the only whole one beside it, or cannot be removed.
+    """
+    others = (other for other in checkpoints(folder.parent) if other.name != folder.name)
+    if next(others, None) is None and is_whole(folder):
+        raise CheckpointError(f"{folder} is the only whole checkpoint of {folder.parent}; it is kept")
+    trash = folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:12]}")
+    try:
+        probe("trash")
+        os.rename(folder, trash)
+        sync_folder(folder.parent)
+        probe("trashed")
+        shutil.rmtree(trash)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be removed: {error}") from error
+
+
+def retain(root: Path, keep: int | None) -> list[Path]:
+    """Keeps the newest `keep` whole checkpoints (None: all) and removes older whole ones; returns those
+    removed.
+
+    Folders that are not whole are not counted and not touched: they may be all that is left of something. One
+    process calls it, after a save. Raises CheckpointError when keep is below 1 or a folder cannot be removed.
+    """
+    if keep is None:
+        return []
+    if keep < 1:
+        raise CheckpointError(f"checkpoint.keep={keep}: at least 1 is kept; use 1 or more, or null for all")
+    old = list(checkpoints(root))[keep:]
+    # Oldest first: a run that dies here has lost nothing that the next retention would have kept.
+    for folder in reversed(old):
+        remove(folder)
+    return old[::-1]
+
+
+def sweep(root: Path) -> list[Path]:
+    """Deletes what saves and removals that died have left behind. One process calls it, at start, while
+    nothing is saved."""
+    if not root.is_dir():
+        return []
+    found = sorted(path for path in root.iterdir() if _LEFT_OVER.fullmatch(path.name))
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return found
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a folder so that no reader takes it for a checkpoint and a save may use its name; returns where
+    it is now.
+
+    For what must not be deleted unseen: a checkpoint that turned out to be damaged.
+    """
+    aside = folder.with_name(f"{folder.name}.set-aside-{uuid.uuid4().hex[:12]}")
+    os.rename(folder, aside)
+    sync_folder(folder.parent)
+    return aside
+
+
+def set_aside_after(root: Path, step: int) -> list[Path]:
+    """Sets aside every checkpoint of a later step: a run that went back to `step` must not resume into its
+    old future."""
+    return [set_aside(folder) for folder in _named(root) if int(folder.name.removeprefix("step-")) > step]
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces the folder's entries (names made, renamed, removed) to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _named(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    steps = [(int(m[1]), path) for path in root.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(steps, reverse=True)]

@@ -1,0 +1,104 @@
+"""A run's checkpoints: saving its state under a step, and going on from one, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ultrascale.checkpoint.boxes import CheckpointError
+from ultrascale.checkpoint.folder import folder_name, latest, retain, set_aside_after, sweep
+from ultrascale.checkpoint.manifest import Manifest
+from ultrascale.checkpoint.read import Verify, load, open_manifest
+from ultrascale.checkpoint.state import state_boxes
+from ultrascale.checkpoint.write import save
+from ultrascale.comm.collectives import gather_objects
+from ultrascale.comm.group import Group
+from ultrascale.config.meaning import differences
+from ultrascale.data.loader import differences as data_differences
+from ultrascale.optim.optimizer import Optimizer
+
+
+class Snapshots:
+    """Saves and restores one run's state.
+
+    root     the run's checkpoints/ folder
+    header   what a manifest says beside step and data_position: config, axes, ties, data, …
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        root: Path,
+        header: Mapping[str, Any],
+        world: Group,
+        keep: int | None,
+        verify: Verify,
+    ) -> None:
+        self.optimizer, self.root, self.header = optimizer, root, dict(header)
+        self.world, self.keep, self.verify = world, keep, verify
+
+    def save(self, step: int, data_position: Mapping[str, Any]) -> Path:
+        """Saves the state after `step`; collective. A whole checkpoint of that step that is there already is kept."""
+        folder = self.root / folder_name(step)
+        header = {"step": step, "data_position": dict(data_position), **self.header}
+        with self.world.ledger.during("checkpoint"):
+            save(folder, state_boxes(self.optimizer, owned=True), header, self.world)
+        if self.world.index == 0:
+            retain(self.root, self.keep)
+        return folder
+
+    def find(self, resume: str) -> Path | None:
+        """The checkpoint that `run.resume` means; rank 0 looks, so that all ranks agree. None: a new run."""
+        found, error = "", ""
+        if self.world.index == 0:
+            try:
+                found = str(self._find(resume) or "")
+            except CheckpointError as refused:
+                error = str(refused)
+        found, error = gather_objects([found, error], self.world)[0]
+        if error:
+            raise CheckpointError(error)
+        return Path(found) if found else None
+
+    def _find(self, resume: str) -> Path | None:
+        sweep(self.root)
+        own = latest(self.root)
+        if resume in ("auto", "never"):
+            return own
+        path = Path(resume)
+        if not path.exists():
+            raise CheckpointError(f"run.resume={resume}: there is no such checkpoint or run folder")
+        if path.resolve().parent == self.root.resolve():
+            # Back to an earlier step of this very run: what came after it is set aside, not overwritten.
+            set_aside_after(self.root, open_manifest(path).step)
+            return path
+        if own is not None:
+            # A run that was started from elsewhere and has saved since goes on from its own.
+            return own
+        if (path / "checkpoints").is_dir():
+            found = latest(path / "checkpoints")
+            if found is None:
+                raise CheckpointError(f"run.resume={resume}: the run folder holds no whole checkpoint")
+            return found
+        return path
+
+    def restore(self, folder: Path) -> Manifest:
+        """Fills masters and moments from a checkpoint of any layout; collective.
+
+        Raises CheckpointError when the checkpoint is damaged, is of another model, or was made under settings that
+        would change what the run means.
+        """
+        manifest = open_manifest(folder)
+        changed = differences(manifest.header.get("config", {}), self.header["config"])
+        changed += data_differences(manifest.header.get("data", {}), self.header["data"])
+        if changed:
+            raise CheckpointError(
+                f"{folder} cannot be gone on from: {'; '.join(changed)}; set these back, or start a new run in another "
+                "run.dir"
+            )
+        wanted = list(state_boxes(self.optimizer, owned=False))
+        names = {name for part in gather_objects(sorted({box.name for box in wanted}), self.world) for name in part}
+        load(folder, wanted, self.verify, manifest=manifest, claimed=names)
+        self.optimizer.gradients.publish()
+        return manifest

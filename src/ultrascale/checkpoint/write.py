@@ -1,0 +1,248 @@
+"""Saving: each rank writes what it owns into one safetensors file, and nothing counts until all of it is on
+disk.
+
+    temporary folder → each rank's file, hashed while it is written, fsynced → rank 0 checks that the boxes of
+    all ranks tile every tensor → manifest.json, fsynced → folder fsynced → rename → parent fsynced
+
+Whatever dies before the rename leaves a folder that no reader takes for a checkpoint; an error on one rank
+reaches all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ultrascale.checkpoint.boxes import Box, CheckpointError, Dims
+from ultrascale.checkpoint.folder import is_whole, set_aside, sync_folder, temporary_name
+from ultrascale.checkpoint.manifest import (
+    DTYPES,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Shard,
+    TensorEntry,
+    check,
+    digest,
+    encode_header,
+    refuse,
+)
+from ultrascale.comm.collectives import gather_objects
+from ultrascale.comm.group import Group
+
+Point = Literal["open", "write", "sync", "gather", "manifest", "rename", "renamed"]
+# What a save calls at each instant where its death would leave something different behind; tests die there.
+Probe = Callable[[Point], None]
+
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
+
+# Hashing and writing take turns on pieces of this size, so that one is under way while the other runs.
+PIECE_BYTES = 32 << 20
+
+
+def save(
+    folder: Path,
+    boxes: Iterable[Box],
+    header: Mapping[str, Any],
+    group: Group | None = None,
+    *,
+    probe: Probe | None = None,
+) -> int:
+    """Writes a checkpoint; collective over `group` (all ranks that hold boxes; None: this process alone).
+
+    folder  does not exist yet, and lies on storage that all ranks share; its parent is made
+    boxes   those that this rank owns. In the whole group each element of each tensor is owned once; that is
+            checked, in time linear in the number of boxes, before anything counts.
+    header  the manifest's own keys: step, config, data_position, axes, ties, … (JSON). Rank 0's is the one
+            that counts.
+    returns the bytes written by all ranks
+
+    Raises CheckpointError on every rank when it fails on any; the temporary folder is removed and nothing
+    else is touched.
+    """
+    probe = probe or _ignore
+    rank = 0 if group is None else group.index
+
+    # Rank 0's name counts: the others learn it from the same message that says the folder is there.
+    temporary = temporary_name(folder)
+    started = _agree(group, lambda: _begin(folder, temporary, header) if rank == 0 else "", temporary)
+    temporary = folder.with_name(started[0])
+    gathered = _agree(group, lambda: _write_file(temporary, rank, list(boxes), probe), temporary)
+    written: list[int] = _agree(
+        group, lambda: _commit(folder, temporary, header, gathered, probe) if rank == 0 else 0, temporary
+    )
+    return written[0]
+
+
+def _agree(group: Group | None, work: Callable[[], Any], temporary: Path) -> list[Any]:
+    """Does this rank's part and returns every rank's result; when any rank failed, all raise, and the folder
+    goes."""
+    result, failure, cause = None, None, None
+    try:
+        result = work()
+    except Exception as error:
+        failure, cause = _describe(error), error
+    try:
+        answers = [(result, failure)] if group is None else gather_objects((result, failure), group)
+    except Exception as error:
+        # A rank died. Those that are left may not be able to talk any more: clean up here, and say so.
+        answers = [(None, failure or f"the other ranks did not answer: {_describe(error)}")]
+        cause = cause or error
+    failures = [
+        text if len(answers) == 1 else f"rank {i}: {text}" for i, (_, text) in enumerate(answers) if text is not None
+    ]
+    if failures:
+        if group is None or group.index == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError("the checkpoint was not saved: " + "; ".join(failures)) from cause
+    return [result for result, _ in answers]
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _begin(folder: Path, temporary: Path, header: Mapping[str, Any]) -> str:
+    encode_header(header)
+    _refuse_to_replace(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir()
+    return temporary.name
+
+
+def _refuse_to_replace(folder: Path) -> None:
+    if is_whole(folder):
+        raise CheckpointError(
+            f"{folder} is a whole checkpoint already and is not replaced; remove or rename it, or save under "
+            "another name"
+        )
+
+
+def _write_file(
+    temporary: Path, rank: int, boxes: list[Box], probe: Probe
+) -> tuple[str, FileEntry, list[tuple[str, Dims, str, Shard]]] | None:
+    """Writes this rank's file; returns its name, its entry, and (tensor, global shape, dtype, shard) of all
+    it holds."""
+    boxes = [box for box in boxes if box.tensor.numel()]
+    problems = [
+        f"tensor {box.name}: dtype {box.tensor.dtype} cannot be stored; one of {', '.join(DTYPES)} is wanted"
+        for box in boxes
+        if box.tensor.dtype not in DTYPE_NAMES
+    ]
+    keys = [_key(box) for box in boxes]
+    problems += [f"this rank owns {key!r} twice" for key, count in Counter(keys).items() if count > 1]
+    refuse(problems)
+    if not boxes:
+        return None
+
+    # Larger elements first, as the safetensors library does, so that every tensor is aligned to its own
+    # element.
+    order = sorted(range(len(boxes)), key=lambda i: (-boxes[i].tensor.element_size(), keys[i]))
+    head: dict[str, Any] = {}
+    end = 0
+    for i in order:
+        tensor = boxes[i].tensor
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        code = DTYPES[DTYPE_NAMES[tensor.dtype]][0]
+        head[keys[i]] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
+
+    name = f"rank-{rank:05d}.safetensors"
+    rows = []
+    probe("open")
+    with open(temporary / name, "xb") as file, ThreadPoolExecutor(1) as hasher:
+        file.write(prefix)
+        for i in order:
+            box = boxes[i]
+            probe("write")
+            checksum = _write_tensor(file, box.tensor, hasher)
+            shard = Shard(name, keys[i], box.offset, tuple(box.tensor.shape), checksum)
+            rows.append((box.name, box.shape, DTYPE_NAMES[box.tensor.dtype], shard))
+        file.flush()
+        probe("sync")
+        os.fsync(file.fileno())
+    return name, FileEntry(len(prefix) + end, digest(prefix)), rows
+
+
+def _write_tensor(file: Any, tensor: torch.Tensor, hasher: ThreadPoolExecutor) -> str:
+    """Writes the tensor's bytes, row-major and little-endian, and returns their checksum."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = flat.numpy().data
+    sha = hashlib.sha256()
+    for start in range(0, len(data), PIECE_BYTES):
+        piece = data[start : start + PIECE_BYTES]
+        hashing = hasher.submit(sha.update, piece)
+        file.write(piece)
+        hashing.result()
+    return "sha256:" + sha.hexdigest()
+
+
+def _key(box: Box) -> str:
+    """The key of the box in its file: the tensor's name, and the range of each dim unless it is the whole
+    tensor."""
+    size = tuple(box.tensor.shape)
+    if size == box.shape:
+        return box.name
+    return f"{box.name}[{','.join(f'{o}:{o + n}' for o, n in zip(box.offset, size))}]"
+
+
+def _commit(folder: Path, temporary: Path, header: Mapping[str, Any], gathered: list[Any], probe: Probe) -> int:
+    """Checks what all ranks wrote, writes the manifest and gives the folder its name; returns the bytes of
+    all files."""
+    probe("gather")
+    files: dict[str, FileEntry] = {}
+    parts: dict[str, list[Shard]] = {}
+    forms: dict[str, tuple[Dims, str]] = {}
+    problems: list[str] = []
+    for rank, written in enumerate(gathered):
+        if written is None:
+            continue
+        name, entry, rows = written
+        files[name] = entry
+        size = (temporary / name).stat().st_size if (temporary / name).exists() else None
+        if size != entry.bytes:
+            problems.append(
+                f"{name}: rank {rank} wrote {entry.bytes} bytes, rank 0 sees {size}: the folder must lie on "
+                "shared storage"
+            )
+        for tensor, shape, dtype, shard in rows:
+            if forms.setdefault(tensor, (shape, dtype)) != (shape, dtype):
+                problems.append(f"tensor {tensor}: {forms[tensor]} on one rank, {(shape, dtype)} on rank {rank}")
+            parts.setdefault(tensor, []).append(shard)
+    refuse(problems)
+    tensors = {name: TensorEntry(*forms[name], tuple(shards)) for name, shards in parts.items()}
+    check(tensors, files)
+    manifest = Manifest(header, tensors, files).encode()
+
+    probe("manifest")
+    unfinished = temporary / f"{MANIFEST}.tmp"
+    with open(unfinished, "xb") as file:
+        file.write(manifest)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(unfinished, temporary / MANIFEST)
+    sync_folder(temporary)
+    probe("rename")
+    _refuse_to_replace(folder)
+    if folder.exists():
+        # Not whole, but it may be all that is left of something: out of the way, not deleted.
+        set_aside(folder)
+    os.rename(temporary, folder)
+    probe("renamed")
+    sync_folder(folder.parent)
+    return sum(entry.bytes for entry in files.values()) + len(manifest)
+
+
+def _ignore(point: Point) -> None:
+    """The probe of a save that nobody is trying to kill."""

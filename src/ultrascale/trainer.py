@@ -1,0 +1,410 @@
+"""The training loop, from a checked config to an exit code."""
+
+from __future__ import annotations
+
+import math
+import platform
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ultrascale.assembly import Assembly, BuildError, assemble, check_build
+from ultrascale.checkpoint.boxes import CheckpointError
+from ultrascale.checkpoint.snapshots import Snapshots
+from ultrascale.comm import collectives
+from ultrascale.comm.ledger import Ledger
+from ultrascale.comm.process_groups import create
+from ultrascale.config.load import Loaded
+from ultrascale.config.schema import Config
+from ultrascale.data.errors import DataError
+from ultrascale.data.loader import Data, MicroArrays
+from ultrascale.mesh.axes import Mesh
+from ultrascale.mesh.groups import describe, group_plan
+from ultrascale.models.batch import MicroBatch, StepBatch
+from ultrascale.observe import mfu
+from ultrascale.observe.console import Console, StartUp
+from ultrascale.observe.memory import peak_memory
+from ultrascale.observe.run_folder import RunFolder, RunFolderError
+from ultrascale.optim.optimizer import clip_coefficient
+from ultrascale.optim.schedule import learning_rate
+from ultrascale.parallel.cross_entropy import NO_TARGET
+from ultrascale.parallel.replicas import ReplicaError, check_replicas
+
+FINISHED, REFUSED, STOPPED = 0, 2, 3
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step as all ranks know it."""
+
+    report: Mapping[str, float]
+    """`loss`, the objective whose gradient was applied, and each of its terms."""
+    grad_norm: float
+    """Of the global gradient, before clipping."""
+    lr: float
+    stop: bool
+    """Whether any rank wants to stop after this step."""
+    finite: bool
+    """False: loss or gradient were not finite, and no parameter was touched."""
+    peak_memory_bytes: int
+    """The largest over ranks."""
+
+
+def step_batch(assembly: Assembly, arrays: Sequence[MicroArrays]) -> StepBatch:
+    """This rank's arrays as tensors, with the denominators of the global batch."""
+    device = assembly.device
+    return with_denominators(
+        assembly,
+        [
+            MicroBatch(
+                inputs=torch.from_numpy(a.inputs).to(device),
+                labels=tuple(torch.from_numpy(labels).to(device) for labels in (a.labels, *a.further_labels)),
+                positions=torch.from_numpy(a.positions).to(device),
+            )
+            for a in arrays
+        ],
+    )
+
+
+def with_denominators(assembly: Assembly, micro_batches: Sequence[MicroBatch]) -> StepBatch:
+    """Counts targets and rows of the global batch, in one small all-reduce, before anything is computed."""
+    targets = sum(int((m.labels[0] != NO_TARGET).sum()) for m in micro_batches)
+    rows = sum(m.inputs.shape[1] for m in micro_batches)
+    counts = torch.tensor([targets, rows], dtype=torch.int64, device=assembly.device)
+    group = assembly.groups.of(["dp", "ep", "cp"])
+    with group.ledger.during("batch"):
+        collectives.all_reduce(counts, group).wait()
+    return StepBatch(micro_batches, dict(zip(("targets", "rows"), counts.tolist(), strict=True)))
+
+
+def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: bool = False) -> StepResult:
+    """Forward and backward by the schedule, reduce, clip, update.
+
+    step   number of this optimizer step, from 1
+    stop   whether this rank wants to stop; the result says whether any does
+    """
+    config, gradients = assembly.config, assembly.gradients
+    outputs = assembly.engine.run(batch)
+    gradients.finish()
+
+    # What all ranks must agree on travels in one message; every rank adds the rows up in the same order.
+    memory = float(peak_memory(assembly.device).peak)
+    sums = term_sums(assembly, outputs)
+    message = torch.cat([gradients.square_sum().view(1), sums, sums.new_tensor([float(stop), memory])])
+    world = assembly.groups.world
+    with world.ledger.during("step"):
+        rows = collectives.all_gather(message.view(1, -1), world).wait()
+    square_sum, *totals, stops, _ = rows.sum(dim=0).tolist()
+    report = assembly.objective.report(dict(zip(assembly.objective.terms, totals, strict=True)), batch.denominators)
+    norm = math.sqrt(square_sum) if math.isfinite(square_sum) else square_sum
+    finite = math.isfinite(norm) and math.isfinite(report["loss"])
+    lr = learning_rate(step, config)
+    if finite:
+        assembly.optimizer.step(step, lr, clip_coefficient(norm, config.optimizer.max_norm))
+    return StepResult(report, norm, lr, stops > 0, finite, int(rows[:, -1].max()))
+
+
+def evaluate(assembly: Assembly, batches: Sequence[StepBatch]) -> float:
+    """Mean loss per target over whole global batches; changes nothing."""
+    total, targets = 0.0, 0
+    world = assembly.groups.world
+    for batch in batches:
+        sums = term_sums(assembly, assembly.evaluation.run(batch))
+        with world.ledger.during("evaluation"):
+            collectives.all_reduce(sums, world).wait()
+        total += sums[list(assembly.objective.terms).index("lm")].item()
+        targets += batch.denominators["targets"]
+    return total / max(1, targets)
+
+
+def term_sums(assembly: Assembly, outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """This rank's share of each term's global sum, float64 [terms]: tp ranks hold equal sums, and one counts."""
+    names = list(assembly.objective.terms)
+    sums = torch.zeros(len(names), dtype=torch.float64, device=assembly.device)
+    if assembly.mesh.index(assembly.rank, ["tp"]) == 0:
+        for output in outputs:
+            sums += torch.stack([output[name].to(torch.float64) for name in names])
+    return sums
+
+
+def run(
+    config: Config, *, device: str, rank: int, world_size: int, local_rank: int, loaded: Loaded | None = None
+) -> int:
+    """Trains; returns the exit code: 0 finished, 2 refused, 3 stopped on purpose with a checkpoint saved."""
+    place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if world_size > 1:
+        timeout = timedelta(seconds=config.parallel.timeout_seconds)
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timeout)
+    try:
+        trainer = Trainer(config, rank, place)
+        code = trainer.train()
+        # A rank that closes its connections while another still reads from them would abort that one.
+        collectives.barrier(trainer.groups.world)
+        return code
+    except (RunFolderError, DataError, CheckpointError, BuildError, ReplicaError) as error:
+        if rank == 0:
+            print(error, file=sys.stderr)
+        return REFUSED
+    finally:
+        if world_size > 1:
+            dist.destroy_process_group()
+
+
+class Trainer:
+    """One rank's run."""
+
+    def __init__(self, config: Config, rank: int, device: torch.device) -> None:
+        self.config, self.rank, self.device = config, rank, device
+        self.mesh = Mesh.of(config)
+        self.ledger = Ledger()
+        plan = group_plan(self.mesh, config)
+        self.groups = create(self.mesh, plan, self.ledger, config.parallel.timeout_seconds)
+        self.folder = self._claim_folder()
+        self.data = Data(config)
+        self.assembly = assemble(config, self.mesh, rank, self.groups, device)
+        self.snapshots = Snapshots(
+            self.assembly.optimizer,
+            self.folder.checkpoints,
+            header={
+                "config": config_tree(config),
+                "axes": dict(self.mesh.sizes),
+                "order": list(self.mesh.order),
+                "ties": {tie.group: list(tie.names) for tie in self.assembly.gradients.ties()},
+                "data": self.data.fingerprint(),
+                "precision": self._precision(),
+                "versions": _versions(),
+            },
+            world=self.groups.world,
+            keep=config.checkpoint.keep,
+            verify=config.checkpoint.verify,
+        )
+        self.console = Console(config.run.steps, rank=rank, every=config.observe.console_every)
+        self.step = self._resume()
+        self._stop_asked = False
+
+    def train(self) -> int:
+        """The loop; every rank takes the same way through it."""
+        config, first, saved = self.config, self.step + 1, self.step
+        self._start()
+        for step in range(first, config.run.steps + 1):
+            begun = time.perf_counter()
+            self.ledger.clear()
+            batch = step_batch(self.assembly, self._arrays(step))
+            result = train_step(self.assembly, batch, step, self._stop_asked)
+            if not result.finite:
+                return self._stop(step - 1, f"loss or gradient of step {step} is not finite", saved)
+            self.step = step
+            if step == first:
+                # Every step makes the same calls; one that evaluates or saves would show others too.
+                self.folder.write_ledger(self.ledger.summary())
+            validation = self._evaluate() if _due(step, config.evaluation.every) else None
+            self._record(result, time.perf_counter() - begun, validation)
+            if _due(step, config.observe.replica_check_every):
+                check_replicas(self.assembly.gradients)
+            if _due(step, config.checkpoint.every) or (step == config.run.steps and config.checkpoint.every):
+                self._save(step)
+                saved = step
+            if result.stop and step < config.run.steps:
+                return self._stop(step, "a signal asked to stop", saved)
+        return self._finish()
+
+    # ---- start and end --------------------------------------------------------------------------------------------
+
+    def _claim_folder(self) -> RunFolder:
+        """Rank 0 claims the folder; when it may not, all ranks raise the same error."""
+        config, error = self.config, ""
+        folder = None
+        assert config.run.dir is not None
+        try:
+            folder = RunFolder(config.run.dir, config=config_tree(config), resume=config.run.resume, rank=self.rank)
+        except RunFolderError as refused:
+            error = str(refused)
+        errors = [text for text in collectives.gather_objects(error, self.groups.world) if text]
+        if errors or folder is None:
+            raise RunFolderError(errors[0])
+        return folder
+
+    def _resume(self) -> int:
+        """Restores the checkpoint that run.resume means; returns the step it was taken after, 0 for none."""
+        found = self.snapshots.find(self.config.run.resume)
+        if found is None:
+            return 0
+        step = self.snapshots.restore(found).step
+        self.folder.event("resume", step=step, checkpoint=str(found))
+        return step
+
+    def _save(self, step: int) -> None:
+        self.folder.sync()
+        begun = time.perf_counter()
+        folder = self.snapshots.save(step, self.data.position(step))
+        self.folder.event("checkpoint", step=step, path=str(folder), seconds=time.perf_counter() - begun)
+
+    def _start(self) -> None:
+        config, assembly = self.config, self.assembly
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self.parameters = check_build(assembly)
+        check_replicas(assembly.gradients)
+        self.folder.write_manifest(self._manifest())
+        self.folder.cut_back(self.step)
+        self.folder.status("running", self.step)
+        self.folder.event("start", step=self.step)
+        if config.profile.timeline:
+            assembly.engine.timeline = []
+        sizes = assembly.family.sizes()
+        keys = mfu.causal_keys(config.batch.sequence_length)
+        self._flops_per_token = mfu.flops_per_token(sizes.matmul_parameters, 2 * sizes.attention_width, keys)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        self._peak = mfu.peak_flops(name, config.precision.compute)
+        self.console.start(
+            StartUp(
+                name=config.run.name,
+                run_dir=str(self.folder.path),
+                device=name,
+                axes=self.mesh.sizes,
+                parameters=self.parameters,
+                rank_parameters=sum(bucket.masters.numel() for bucket in assembly.gradients.buckets),
+                global_size=config.batch.global_size,
+                micro_size=config.batch.micro_size,
+                replicas=self.mesh.size(["dp", "ep"]),
+                sequence_length=config.batch.sequence_length,
+                schedule=f"{assembly.plan.name}, layers {' | '.join(str(len(s.layers)) for s in assembly.split)}",
+                precision=self._precision(),
+                steps=config.run.steps,
+                first_step=self.step + 1,
+                notes={"MFU": f"{mfu.FORMULA}; peak {self._peak or 'unknown'}"},
+            )
+        )
+
+    def _finish(self) -> int:
+        self.folder.status("finished", self.step, exit_code=FINISHED)
+        self.folder.event("finish", step=self.step)
+        self.console.close()
+        return FINISHED
+
+    def _stop(self, step: int, reason: str, saved: int) -> int:
+        """Stops on purpose, with the state of `step` saved."""
+        if saved != step and step > 0:
+            self._save(step)
+        self.folder.status("stopped", step, reason, STOPPED)
+        self.folder.event("stop", step=step, reason=reason)
+        self.console.close()
+        self.console.say(f"stopped after step {step}: {reason}; the same command goes on from there")
+        return STOPPED
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Noted here, agreed on by all ranks at the end of the step; a second one ends the process at once."""
+        if self._stop_asked:
+            raise KeyboardInterrupt
+        self._stop_asked = True
+
+    # ---- parts of a step ------------------------------------------------------------------------------------------
+
+    def _arrays(self, step: int) -> Any:
+        axes = ["dp", "ep"]
+        return self.data.batch(
+            step, self.mesh.index(self.rank, axes), self.mesh.size(axes), self.config.batch.micro_size
+        )
+
+    def _evaluate(self) -> float:
+        axes = ["dp", "ep"]
+        replica, replicas = self.mesh.index(self.rank, axes), self.mesh.size(axes)
+        return evaluate(
+            self.assembly,
+            [
+                step_batch(
+                    self.assembly,
+                    self.data.validation_batch(number, replica, replicas, self.config.batch.micro_size),
+                )
+                for number in range(1, self.config.evaluation.batches + 1)
+            ],
+        )
+
+    def _record(self, result: StepResult, seconds: float, validation: float | None) -> None:
+        config = self.config
+        tokens = config.batch.global_size * config.batch.sequence_length
+        rate = tokens / seconds
+        record: dict[str, Any] = {
+            "step": self.step,
+            **result.report,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "tokens": tokens * self.step,
+            "tokens_per_s": rate,
+            "step_time_s": seconds,
+            "mfu": mfu.mfu(rate, self._flops_per_token, self.mesh.world_size, self._peak),
+            "peak_memory_bytes": result.peak_memory_bytes,
+        }
+        if validation is not None:
+            record["validation_loss"] = validation
+        self.folder.metrics(record)
+        self.console.step(record)
+        if self.assembly.engine.timeline is not None:
+            self.folder.timeline(self.rank, self.step, self.assembly.engine.timeline)
+            self.assembly.engine.timeline.clear()
+
+    # ---- descriptions ---------------------------------------------------------------------------------------------
+
+    def _precision(self) -> dict[str, str]:
+        policy = self.assembly.policy
+        stages = {
+            "compute": policy.compute,
+            "master": policy.master,
+            "accumulate": policy.accumulate,
+            "reduce": policy.reduce,
+        }
+        return {stage: str(dtype).removeprefix("torch.") for stage, dtype in stages.items()}
+
+    def _manifest(self) -> dict[str, Any]:
+        """What this run is, for people and programs that look at it later; collective."""
+        mesh = self.mesh
+        places = collectives.gather_objects([socket.gethostname(), str(self.device)], self.groups.world)
+        return {
+            "world_size": mesh.world_size,
+            "axes": dict(mesh.sizes),
+            "order": list(mesh.order),
+            "ranks": [
+                {"rank": rank, "coordinates": mesh.coordinates(rank), "host": host, "device": device}
+                for rank, (host, device) in enumerate(places)
+            ],
+            "groups": describe(mesh, group_plan(mesh, self.config)),
+            "schedule": {
+                "name": self.assembly.plan.name,
+                "stages": self.assembly.plan.stages,
+                "micro_batches": self.assembly.plan.micro_batches,
+                "layers": [list(stage.layers) for stage in self.assembly.split],
+            },
+            "precision": self._precision(),
+            "parameters": self.parameters,
+            "mfu_formula": mfu.FORMULA,
+            "versions": _versions(),
+        }
+
+
+def config_tree(config: Config) -> dict[str, Any]:
+    """The resolved config as plain dicts, lists and scalars."""
+    return config.model_dump(mode="json")
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "ultrascale": version("ultrascale"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,216 @@
+"""A second opinion: Hugging Face's Llama with the same weights gives the same logits, loss and gradients.
+
+Its implementation narrows to float32 inside (norms, rotary angles, its own loss), so these places are widened here:
+to the same formulas in float64.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers.models.llama import modeling_llama
+
+from pool import Context, pool
+from small import assembled, boxes, config_of, step_batch_of, tokens, whole
+from ultrascale.config.schema import Config
+from ultrascale.models.rope import inverse_frequencies
+
+TOLERANCE = 1e-9
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Short, so that of the few frequencies of a small head some are kept, some blended and some stretched.
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped heads": {"model.num_key_value_heads": 2},
+    "tied": {"model.num_key_value_heads": 4, "model.tie_word_embeddings": True, "model.vocab_size": 257},
+    "one kv head, rope scaled": {"model.num_key_value_heads": 1, "model.rope_scaling": SCALING},
+    "tied, rope scaled": {
+        "model.tie_word_embeddings": True,
+        "model.rope_scaling": SCALING,
+        "model.rope_theta": 500000.0,
+    },
+}
+SIZE = {"model.hidden_size": 32, "model.head_dim": 16, "model.num_hidden_layers": 3, "batch.sequence_length": 24}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "tp=2 pp=2": (4, {"parallel.tp": 2, "parallel.pp": 2}),
+    "tp=2 pp=2 without sp": (4, {"parallel.tp": 2, "parallel.pp": 2, "parallel.sequence_parallel": False}),
+}
+
+
+def their_name(name: str) -> str:
+    """Hugging Face's name of a logical parameter."""
+    for ours, theirs in (
+        ("attention_norm", "input_layernorm"),
+        ("mlp_norm", "post_attention_layernorm"),
+        (".attention.", ".self_attn."),
+    ):
+        name = name.replace(ours, theirs)
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
+def their_config(config: Config) -> transformers.LlamaConfig:
+    model = config.model
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling is not None:
+        rope |= model.rope_scaling.model_dump()
+    return transformers.LlamaConfig(
+        hidden_size=model.hidden_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+        tie_word_embeddings=model.tie_word_embeddings,
+        rms_norm_eps=model.rms_norm_eps,
+        max_position_embeddings=model.max_position_embeddings,
+        rope_parameters=rope,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+
+
+def their_frequencies(config: Config) -> torch.Tensor:
+    """float64 inverse frequencies by the rule of the Llama 3.1 model code, wavelength by wavelength."""
+    model = config.model
+    assert model.head_dim is not None
+    frequencies = []
+    for i in range(0, model.head_dim, 2):
+        frequency = model.rope_theta ** (-i / model.head_dim)
+        if (scaling := model.rope_scaling) is not None:
+            wavelength = 2 * np.pi / frequency
+            low = scaling.original_max_position_embeddings / scaling.low_freq_factor
+            high = scaling.original_max_position_embeddings / scaling.high_freq_factor
+            if wavelength > low:
+                frequency /= scaling.factor
+            elif wavelength >= high:
+                turns = scaling.original_max_position_embeddings / wavelength
+                smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+                frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        frequencies.append(frequency)
+    return torch.tensor(frequencies, dtype=torch.float64)
+
+
+def theirs(config: Config, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
+    """Logits [batch, seq, vocabulary], loss and gradients of Hugging Face's model with these weights."""
+    frequencies = their_frequencies(config)
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    def rotary(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angle = position_ids[..., None].double() * frequencies
+        angle = torch.cat((angle, angle), dim=-1)
+        return angle.cos(), angle.sin()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+        patch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", rotary)
+        model = transformers.LlamaForCausalLM(their_config(config)).to(torch.float64)
+        state = {their_name(name): torch.from_numpy(values) for name, values in weights.items()}
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert not unexpected
+        assert missing == (["lm_head.weight"] if config.model.tie_word_embeddings else [])
+        inputs, labels = tokens(config)
+        logits = model(input_ids=inputs.t()).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), ignore_index=-100)
+        loss.backward()
+    gradients = dict(model.named_parameters())
+    found = {name: gradients[their_name(name)].grad for name in weights}
+    assert logits.dtype == torch.float64
+    return logits.detach().numpy(), loss.item(), {name: grad.numpy() for name, grad in found.items() if grad is not None}
+
+
+def ours(context: Context | None, config: Config) -> dict[str, Any]:
+    """What one rank has of weights, gradients, loss and logits."""
+    assembly = assembled(config, context)
+    inputs, labels = tokens(config)
+    batch = step_batch_of(assembly, inputs, labels)
+    weights = boxes(assembly, "masters")
+    outputs = assembly.engine.run(batch)
+    assembly.gradients.finish()
+    logits = assembly.evaluation.run(step_batch_of(assembly, inputs, None))
+    return {
+        "weights": weights,
+        "gradients": boxes(assembly, "gradients"),
+        "loss": sum(out["lm"].item() for out in outputs) / batch.denominators["targets"],
+        "logits": torch.cat([out["logits"] for out in logits], dim=1).numpy() if logits else None,
+        "last": bool(outputs),
+    }
+
+
+def model_config(model: str, layout: dict[str, Any] | None = None, world: int = 1) -> Config:
+    return config_of({**SIZE, **MODELS[model], **(layout or {})}, world)
+
+
+@cache
+def reference(model: str) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, float, dict[str, np.ndarray]]]:
+    """Our weights of a model, and what Hugging Face makes of them."""
+    config = model_config(model)
+    weights = whole([boxes(assembled(config), "masters")])
+    return weights, theirs(config, weights)
+
+
+def close(found: np.ndarray, expected: np.ndarray, what: str) -> None:
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert error <= TOLERANCE, f"{what} is off by {error:.3g} (relative)"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_transformers_gives_the_same_logits_loss_and_gradients(model: str, layout: str) -> None:
+    world, overrides = LAYOUTS[layout]
+    config = model_config(model, overrides, world)
+    ranks = [ours(None, config)] if world == 1 else pool(world).run(ours, config)
+    weights, (logits, loss, gradients) = reference(model)
+
+    held = whole([rank["weights"] for rank in ranks])
+    assert held.keys() == weights.keys()
+    for name, values in weights.items():
+        np.testing.assert_array_equal(held[name], values, err_msg=name)
+
+    last = [rank for rank in ranks if rank["last"]]
+    assert len(last) == config.parallel.tp
+    # Each tp rank holds the logits of its own part of the vocabulary: [seq, batch, part].
+    joined = np.concatenate([rank["logits"] for rank in last], axis=-1)
+    assert joined.shape[-1] == config.model.vocab_size
+    close(joined.transpose(1, 0, 2), logits, "the logits")
+    for rank in last:
+        close(np.array(rank["loss"]), np.array(loss), "the loss")
+
+    found = whole([rank["gradients"] for rank in ranks])
+    assert found.keys() == gradients.keys()
+    for name, values in gradients.items():
+        assert np.abs(values).max() > 0
+        close(found[name], values, f"the gradient of {name}")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_inverse_frequencies_are_those_of_transformers(model: str) -> None:
+    config = model_config(model)
+    rotary = modeling_llama.LlamaRotaryEmbedding(their_config(config))
+    assert rotary.attention_scaling == 1.0
+    frequencies = inverse_frequencies(config.model)
+    torch.testing.assert_close(frequencies.float(), rotary.inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(frequencies, their_frequencies(config), rtol=1e-13, atol=0)
+
+
+def test_scaled_frequencies_are_of_all_three_kinds() -> None:
+    """Or the comparison above says nothing about one branch of the rule."""
+    scaled = inverse_frequencies(model_config("tied, rope scaled").model)
+    plain = inverse_frequencies(model_config("tied, rope scaled").model.model_copy(update={"rope_scaling": None}))
+    stretch = plain / scaled
+    assert ((stretch - 1).abs() < 1e-12).any()
+    assert ((stretch - 8).abs() < 1e-12).any()
+    assert ((stretch > 1.01) & (stretch < 7.99)).any()

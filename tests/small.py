@@ -1,0 +1,128 @@
+"""Tiny models on one process or a pool: a config by its dotted keys, a rank's assembly, a batch drawn from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pool import Context
+from ultrascale.assembly import Assembly, assemble
+from ultrascale.comm.group import Group
+from ultrascale.comm.ledger import Ledger
+from ultrascale.comm.process_groups import create
+from ultrascale.config.resolve import resolve
+from ultrascale.config.schema import Config
+from ultrascale.mesh.axes import Mesh
+from ultrascale.mesh.groups import group_plan
+from ultrascale.models.batch import MicroBatch, StepBatch
+from ultrascale.parallel.cross_entropy import NO_TARGET
+from ultrascale.parallel.module import Build
+from ultrascale.precision.policy import Policy
+
+BASE: dict[str, Any] = {
+    "run.steps": 1,
+    "run.seed": 3,
+    "model.family": "llama",
+    "model.hidden_size": 16,
+    "model.num_hidden_layers": 2,
+    "model.num_attention_heads": 4,
+    "model.num_key_value_heads": 2,
+    "model.intermediate_size": 24,
+    "model.vocab_size": 131,
+    "model.initializer_range": 0.1,
+    "batch.global_size": 4,
+    "batch.micro_size": 1,
+    "batch.sequence_length": 8,
+    "data.train": "builtin:uneven",
+    "optimizer.name": "sgd",
+    "optimizer.lr": 0.1,
+    "optimizer.max_norm": None,
+    "precision.compute": "float64",
+}
+
+Box = tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]
+"""(logical name, global shape, offset, values)"""
+
+
+def config_of(overrides: Mapping[str, Any] | None = None, world: int = 1) -> Config:
+    """BASE with some dotted keys set otherwise, resolved for a world of this size."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in {**BASE, **(overrides or {})}.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = value
+    return resolve(Config.model_validate(tree), world)
+
+
+def assembled(config: Config, context: Context | None = None) -> Assembly:
+    """What this rank of the pool trains with; without a context, what one process does."""
+    mesh = Mesh.of(config)
+    plan = group_plan(mesh, config)
+    groups = create(mesh, plan, Ledger()) if context is None else context.groups(mesh, plan)
+    return assemble(config, mesh, context.rank if context else 0, groups, torch.device("cpu"))
+
+
+def by_hand(config: Config, rank: int) -> Build:
+    """What layers of one rank of a larger mesh are built with, in this process: its groups cannot be used."""
+    mesh = Mesh.of(config)
+    ranks = mesh.members(rank, ["tp"])
+    return Build(
+        mesh=mesh,
+        rank=rank,
+        tensor_group=Group(mesh.label(["tp"]), ranks, ranks.index(rank), None, Ledger()),
+        sequence_parallel=bool(config.parallel.sequence_parallel) and config.parallel.tp > 1,
+        policy=Policy.of(config),
+        recompute=config.recompute.mode,
+    )
+
+
+def tokens(config: Config, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels int64 [seq, global batch]; some positions have no target."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.batch.sequence_length, config.batch.global_size)
+    inputs = torch.randint(config.model.vocab_size, shape, generator=generator)
+    labels = torch.randint(config.model.vocab_size, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.2] = NO_TARGET
+    return inputs, labels
+
+
+def step_batch_of(assembly: Assembly, inputs: torch.Tensor, labels: torch.Tensor | None) -> StepBatch:
+    """This rank's micro-batches of a global batch; without labels the last stage returns logits."""
+    config, mesh, axes = assembly.config, assembly.mesh, ["dp", "ep"]
+    share = inputs.shape[1] // mesh.size(axes)
+    first, size = share * mesh.index(assembly.rank, axes), config.batch.micro_size
+    micro_batches = []
+    for start in range(first, first + share, size):
+        part = slice(start, start + size)
+        positions = torch.arange(inputs.shape[0]).unsqueeze(1).expand(-1, size).contiguous()
+        own = (labels[:, part].contiguous(),) if labels is not None else ()
+        micro_batches.append(MicroBatch(inputs[:, part].contiguous(), own, positions))
+    targets = 0 if labels is None else int((labels != NO_TARGET).sum())
+    return StepBatch(micro_batches, {"targets": targets, "rows": inputs.shape[1]})
+
+
+def boxes(assembly: Assembly, buffer: str) -> list[Box]:
+    """Every box of this rank in one kind of flat buffer: gradients, masters or parameters."""
+    gradients = assembly.gradients
+    return [
+        (
+            span.layout.name,
+            span.layout.shape,
+            span.layout.box(assembly.mesh, assembly.rank)[0],
+            gradients.valid(getattr(bucket, buffer), span).detach().to(torch.float64).numpy().copy(),
+        )
+        for bucket in gradients.buckets
+        for span in bucket.spans
+    ]
+
+
+def whole(held: Sequence[list[Box]]) -> dict[str, np.ndarray]:
+    """Logical tensors from the boxes of all ranks; an element that no rank holds stays NaN."""
+    tensors: dict[str, np.ndarray] = {}
+    for boxes_of_rank in held:
+        for name, shape, offset, values in boxes_of_rank:
+            tensor = tensors.setdefault(name, np.full(shape, np.nan))
+            tensor[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = values
+    return tensors
