@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from types import FrameType
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultrascale.assembly import Assembly, BuildError, assemble, check_build
+from ultrascale.assembly import Assembly, assemble, check_build
 from ultrascale.checkpoint.boxes import CheckpointError
 from ultrascale.checkpoint.snapshots import Snapshots
 from ultrascale.comm import collectives
@@ -27,7 +27,7 @@ from ultrascale.comm.process_groups import create
 from ultrascale.config.load import Loaded
 from ultrascale.config.schema import Config
 from ultrascale.data.errors import DataError
-from ultrascale.data.loader import Data, MicroArrays
+from ultrascale.data.loader import Data, MicroArrays, differences
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import describe, group_plan
 from ultrascale.models.batch import MicroBatch, StepBatch
@@ -38,9 +38,10 @@ from ultrascale.observe.run_folder import RunFolder, RunFolderError
 from ultrascale.optim.optimizer import clip_coefficient
 from ultrascale.optim.schedule import learning_rate
 from ultrascale.parallel.cross_entropy import NO_TARGET
-from ultrascale.parallel.replicas import ReplicaError, check_replicas
+from ultrascale.parallel.replicas import check_replicas
 
-FINISHED, REFUSED, STOPPED = 0, 2, 3
+FIRST_LOSS_TOLERANCE = 0.1
+FINISHED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -147,16 +148,24 @@ def run(
     if world_size > 1:
         timeout = timedelta(seconds=config.parallel.timeout_seconds)
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timeout)
+    trainer = None
     try:
         trainer = Trainer(config, rank, place)
         code = trainer.train()
         # A rank that closes its connections while another still reads from them would abort that one.
         collectives.barrier(trainer.groups.world)
         return code
-    except (RunFolderError, DataError, CheckpointError, BuildError, ReplicaError) as error:
-        if rank == 0:
-            print(error, file=sys.stderr)
+    except (RunFolderError, DataError, CheckpointError) as error:
+        # Before the first step all ranks come to the same error; later it may be one rank's own.
+        if rank == 0 or trainer is not None:
+            print(f"rank {rank}: {error}" if trainer else error, file=sys.stderr)
+        if trainer is not None:
+            trainer.failed(error, REFUSED)
         return REFUSED
+    except Exception as error:
+        if trainer is not None:
+            trainer.failed(error, FAILED)
+        raise
     finally:
         if world_size > 1:
             dist.destroy_process_group()
@@ -173,6 +182,7 @@ class Trainer:
         self.groups = create(self.mesh, plan, self.ledger, config.parallel.timeout_seconds)
         self.folder = self._claim_folder()
         self.data = Data(config)
+        self._same_data_everywhere()
         self.assembly = assemble(config, self.mesh, rank, self.groups, device)
         self.snapshots = Snapshots(
             self.assembly.optimizer,
@@ -209,6 +219,7 @@ class Trainer:
             if step == first:
                 # Every step makes the same calls; one that evaluates or saves would show others too.
                 self.folder.write_ledger(self.ledger.summary())
+                self._check_first_loss(result)
             validation = self._evaluate() if _due(step, config.evaluation.every) else None
             self._record(result, time.perf_counter() - begun, validation)
             if _due(step, config.observe.replica_check_every):
@@ -235,6 +246,13 @@ class Trainer:
         if errors or folder is None:
             raise RunFolderError(errors[0])
         return folder
+
+    def _same_data_everywhere(self) -> None:
+        """Hosts may hold other files under one path; ranks that train on different tokens would never notice."""
+        mine = self.data.fingerprint()
+        for rank, other in enumerate(collectives.gather_objects(mine, self.groups.world)):
+            if changed := differences(other, mine):
+                raise DataError(f"rank {rank} reads other data than rank {self.rank}: {'; '.join(changed)}")
 
     def _resume(self) -> int:
         """Restores the checkpoint that run.resume means; returns the step it was taken after, 0 for none."""
@@ -288,7 +306,16 @@ class Trainer:
             )
         )
 
+    def failed(self, error: Exception, exit_code: int) -> None:
+        """Says in the run folder how this ended, when it did not end well."""
+        reason = f"rank {self.rank}: {type(error).__name__}: {error}"
+        self.folder.status("failed", self.step, reason, exit_code)
+        self.folder.event("failure", step=self.step, reason=reason)
+        self.console.close()
+
     def _finish(self) -> int:
+        memory = collectives.gather_objects(asdict(peak_memory(self.device)), self.groups.world)
+        self.folder.event("memory", step=self.step, peak_bytes_by_rank=memory)
         self.folder.status("finished", self.step, exit_code=FINISHED)
         self.folder.event("finish", step=self.step)
         self.console.close()
@@ -317,6 +344,16 @@ class Trainer:
         return self.data.batch(
             step, self.mesh.index(self.rank, axes), self.mesh.size(axes), self.config.batch.micro_size
         )
+
+    def _check_first_loss(self, result: StepResult) -> None:
+        """An untrained model knows nothing: its first loss is near ln(vocabulary) under every layout."""
+        expected, found = math.log(self.config.model.vocab_size), result.report["lm_loss"]
+        if self.step == 1 and abs(found - expected) > FIRST_LOSS_TOLERANCE * expected:
+            self.folder.event("first_loss", step=1, loss=found, expected=expected)
+            self.console.say(
+                f"notice: the first loss {found:.3f} is far from ln(vocab_size) = {expected:.3f}; look at "
+                "model.initializer_range, the data and the tokenizer"
+            )
 
     def _evaluate(self) -> float:
         axes = ["dp", "ep"]

@@ -7,13 +7,23 @@ It replaces one function of the product while a cell runs; the comparison itself
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from ultrascale.parallel.gradients import Gradients, Reduction
+from ultrascale import trainer
+from ultrascale.assembly import Assembly
+from ultrascale.comm import collectives
+from ultrascale.comm.collectives import Pending
+from ultrascale.data.loader import NO_TARGET, Data, MicroArrays
+from ultrascale.models.batch import MicroBatch, StepBatch
+from ultrascale.parallel import init
+from ultrascale.parallel.gradients import Bucket, Gradients, Reduction
+from ultrascale.pipeline.engine import Engine
 
 Patch = contextlib.AbstractContextManager[Any]
 FAULTS: dict[str, Callable[[], Patch]] = {}
@@ -70,3 +80,122 @@ def ties_are_forgotten() -> Patch:
         original(self, *args, **{**kwargs, "tie_groups": {}})
 
     return patch.object(Gradients, "__init__", without)
+
+
+@fault
+def batches_are_summed_over_the_wrong_group() -> Patch:
+    """Buckets are reduced over tp instead of over the replicas."""
+
+    def issue(self: Gradients, bucket: Bucket) -> None:
+        bucket.reduction = self._sum(bucket.gradients, self.group_of(("tp",)))
+
+    return patch.object(Gradients, "_issue", issue)
+
+
+@fault
+def last_micro_batch_is_dropped() -> Patch:
+    """The weight gradients of the last micro-batch of a step are not accumulated."""
+    patches = contextlib.ExitStack()
+    for name in ("accumulate", "accumulate_product", "accumulate_rows"):
+        original = getattr(Gradients, name)
+
+        def without_last(self: Gradients, *args: Any, original: Any = original) -> None:
+            stage, micro_batch = args[-2:]
+            if micro_batch != self._last[stage]:
+                original(self, *args)
+
+        patches.enter_context(patch.object(Gradients, name, without_last))
+    return patches
+
+
+@fault
+def denominators_are_local() -> Patch:
+    """Each replica divides by its own number of targets: a mean of means when masks are uneven."""
+
+    def local(assembly: Assembly, micro_batches: Sequence[MicroBatch]) -> StepBatch:
+        replicas = assembly.mesh.size(["dp", "ep", "cp"])
+        targets = sum(int((m.labels[0] != NO_TARGET).sum()) for m in micro_batches)
+        rows = sum(m.inputs.shape[1] for m in micro_batches)
+        return StepBatch(micro_batches, {"targets": targets * replicas, "rows": rows * replicas})
+
+    return patch.object(trainer, "with_denominators", local)
+
+
+@fault
+def replicated_parameters_count_twice_in_the_norm() -> Patch:
+    """Every rank counts what it holds."""
+    return patch.object(Gradients, "counts", lambda self, bucket, span: True)
+
+
+@fault
+def labels_are_shifted_after_the_cut() -> Patch:
+    """The last target of every sequence is lost, as when each piece shifts its own labels."""
+    original = Data.batch
+
+    def batch(self: Data, *args: Any, **kwargs: Any) -> list[MicroArrays]:
+        found = []
+        for arrays in original(self, *args, **kwargs):
+            labels = arrays.labels.copy()
+            labels[-1] = NO_TARGET
+            found.append(dataclasses.replace(arrays, labels=labels))
+        return found
+
+    return patch.object(Data, "batch", batch)
+
+
+@fault
+def layers_are_numbered_within_the_stage() -> Patch:
+    """A stage's second half of the model starts from the values of the first."""
+    original = init.key_of
+
+    def key_of(seed: int, name: str) -> tuple[int, int]:
+        return original(seed, re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) % 2}", name))
+
+    return patch.object(init, "key_of", key_of)
+
+
+@fault
+def input_gradients_are_not_summed_over_tp() -> Patch:
+    """A column-parallel layer hands back its own share of the input gradient."""
+    original = collectives.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, group: Any, op: Any = "sum") -> Pending:
+        skipped = group.axes == ("tp",) and group.ledger.phase == "backward"
+        return Pending(tensor) if skipped else original(tensor, group, op)
+
+    return patch.object(collectives, "all_reduce", all_reduce)
+
+
+@fault
+def second_use_of_a_tied_parameter_overwrites_the_first() -> Patch:
+    """The embedding's gradient replaces the head's."""
+    original = Gradients.accumulate_rows
+
+    def overwrite(self: Gradients, parameter: torch.Tensor, *args: Any) -> None:
+        self._target(parameter).zero_()
+        original(self, parameter, *args)
+
+    return patch.object(Gradients, "accumulate_rows", overwrite)
+
+
+@fault
+def gradients_between_stages_are_doubled() -> Patch:
+    """What a stage sends back is scaled, as by a loss scale that was applied twice."""
+    original = Engine._hand_over
+
+    def doubled(self: Engine, payload: str, source: int, target: int, micro_batch: int, tensor: torch.Tensor) -> None:
+        original(self, payload, source, target, micro_batch, tensor * 2 if payload == "gradient" else tensor)
+
+    return patch.object(Engine, "_hand_over", doubled)
+
+
+@fault
+def weights_are_updated_by_local_gradients_on_one_rank() -> Patch:
+    """One replica updates with a learning rate of its own: copies drift apart."""
+    original = trainer.learning_rate
+
+    def rate(step: int, config: Any) -> float:
+        alone = torch.distributed.get_rank() == 1
+        return original(step, config) * (1.5 if alone else 1.0)
+
+    return patch.object(trainer, "learning_rate", rate)

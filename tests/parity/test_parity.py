@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faults
 import pytest
 from cells import Cell, ParityError, check
 
@@ -51,17 +52,38 @@ def test_layout_equals_one_process(cell: Cell) -> None:
     check(cell)
 
 
+DP2 = Cell(2, {"parallel.dp": 2})
+TP2_SP = Cell(2, {"parallel.tp": 2, **SP})
+PP2_TIED = Cell(2, {"parallel.pp": 2, **TIED})
 FAULTS = [
-    ("tensor_sums_are_skipped", Cell(2, {"parallel.tp": 2, **SP})),
-    ("tensor_sums_are_skipped", Cell(4, {"parallel.tp": 4, **NO_SP})),
-    ("batch_sums_are_doubled", Cell(2, {"parallel.dp": 2})),
-    ("batch_sums_are_averages", Cell(2, {"parallel.dp": 2})),
-    ("ties_are_forgotten", Cell(2, {"parallel.pp": 2, **TIED})),
+    ("tensor_sums_are_skipped", TP2_SP, r"gradients of .*norm\.weight"),
+    ("tensor_sums_are_skipped", Cell(4, {"parallel.tp": 4, **NO_SP}), r"gradients of .*[kv]_proj\.weight"),
+    ("batch_sums_are_doubled", DP2, r"gradients of \w"),
+    ("batch_sums_are_averages", DP2, r"gradients of \w"),
+    (
+        "batches_are_summed_over_the_wrong_group",
+        Cell(4, {"parallel.tp": 2, "parallel.dp": 2, **SP}),
+        r"gradients of \w",
+    ),
+    ("ties_are_forgotten", PP2_TIED, r"gradients of embed_tokens\.weight"),
+    ("second_use_of_a_tied_parameter_overwrites_the_first", Cell(1, TIED), r"gradients of embed_tokens\.weight"),
+    ("last_micro_batch_is_dropped", DP2, r"gradients of \w"),
+    ("denominators_are_local", DP2, r"gradients of \w"),
+    ("labels_are_shifted_after_the_cut", DP2, r"gradients of \w"),
+    ("layers_are_numbered_within_the_stage", PP2_TIED, r"gradients of \w"),
+    ("input_gradients_are_not_summed_over_tp", Cell(2, {"parallel.tp": 2, **NO_SP}), r"gradients of \w"),
+    ("gradients_between_stages_are_doubled", PP2_TIED, r"gradients of \w"),
+    ("replicated_parameters_count_twice_in_the_norm", TP2_SP, r"norm of step 1"),
+    ("weights_are_updated_by_local_gradients_on_one_rank", DP2, r"weights of \w"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "cell"), FAULTS, ids=str)
-def test_seeded_fault_is_seen(fault: str, cell: Cell) -> None:
+@pytest.mark.parametrize(("fault", "cell", "named"), FAULTS, ids=str)
+def test_seeded_fault_is_seen(fault: str, cell: Cell, named: str) -> None:
     check(cell)  # the control: green without the fault
-    with pytest.raises(ParityError, match=r"gradients of \w"):
+    with pytest.raises(ParityError, match=named):
         check(cell, fault)
+
+
+def test_every_seeded_fault_is_tried() -> None:
+    assert {fault for fault, _, _ in FAULTS} == set(faults.FAULTS)

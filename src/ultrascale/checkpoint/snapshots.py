@@ -89,7 +89,23 @@ class Snapshots:
         Raises CheckpointError when the checkpoint is damaged, is of another model, or was made under settings that
         would change what the run means.
         """
-        manifest = open_manifest(folder)
+        wanted = list(state_boxes(self.optimizer, owned=False))
+        names = {name for part in gather_objects(sorted({box.name for box in wanted}), self.world) for name in part}
+        error, manifest = "", None
+        try:
+            manifest = open_manifest(folder)
+            self._refuse_other_meaning(folder, manifest)
+            load(folder, wanted, self.verify, manifest=manifest, claimed=names)
+        except CheckpointError as refused:
+            error = str(refused)
+        # A rank alone may find damage in what only it reads; then none may go on.
+        errors = [text for text in gather_objects(error, self.world) if text]
+        if errors or manifest is None:
+            raise CheckpointError(errors[0])
+        self.optimizer.gradients.publish()
+        return manifest
+
+    def _refuse_other_meaning(self, folder: Path, manifest: Manifest) -> None:
         changed = differences(manifest.header.get("config", {}), self.header["config"])
         changed += data_differences(manifest.header.get("data", {}), self.header["data"])
         if changed:
@@ -97,8 +113,3 @@ class Snapshots:
                 f"{folder} cannot be gone on from: {'; '.join(changed)}; set these back, or start a new run in another "
                 "run.dir"
             )
-        wanted = list(state_boxes(self.optimizer, owned=False))
-        names = {name for part in gather_objects(sorted({box.name for box in wanted}), self.world) for name in part}
-        load(folder, wanted, self.verify, manifest=manifest, claimed=names)
-        self.optimizer.gradients.publish()
-        return manifest

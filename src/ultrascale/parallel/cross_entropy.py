@@ -70,7 +70,7 @@ class _HeadLoss(torch.autograd.Function):
         owned = has_target & (local >= 0) & (local < shard.valid)
         local = local.masked_fill(~owned, 0)
 
-        local_lse = torch.full((count,), -torch.inf, dtype=dtype, device=x.device)
+        local_max = torch.full((count,), -torch.inf, dtype=dtype, device=x.device)
         parts = torch.zeros((3, count), dtype=dtype, device=x.device)  # exp-sum, target's logit, sum of logits
         rows = _chunk_rows(weight)
         keep = current.sink is not None and count * shard.valid * dtype.itemsize <= KEEP_BYTES
@@ -79,20 +79,20 @@ class _HeadLoss(torch.autograd.Function):
             for start in range(0, count, rows):
                 part = slice(start, start + rows)
                 logits = _logits(tokens[part], weight, shard)
-                local_lse[part] = torch.logsumexp(logits, dim=-1)
+                local_max[part] = logits.amax(dim=-1)
                 parts[1, part] = logits.gather(1, local[part].unsqueeze(1)).squeeze(1) * owned[part]
                 if smoothing:
                     parts[2, part] = logits.sum(dim=-1)
+                exponentials = logits.sub_(local_max[part].unsqueeze(1)).exp_()
+                parts[0, part] = exponentials.sum(dim=-1)
                 if keep:
-                    kept.append(logits)
+                    kept.append(exponentials)
+        highest = local_max
         if group.size > 1:
-            highest = collectives.all_reduce(local_lse.clone(), group, op="max").wait()
-            parts[0] = torch.exp(local_lse - highest)
-            used = parts if smoothing else parts[:2]
-            collectives.all_reduce(used, group).wait()
-            lse = highest + torch.log(parts[0])
-        else:
-            lse = local_lse
+            highest = collectives.all_reduce(local_max.clone(), group, op="max").wait()
+            parts[0] *= torch.exp(local_max - highest)
+            collectives.all_reduce(parts if smoothing else parts[:2], group).wait()
+        lse = highest + torch.log(parts[0])
         losses = lse - (1.0 - smoothing) * parts[1]
         if smoothing:
             losses -= (smoothing / shard.total) * parts[2]
@@ -102,12 +102,12 @@ class _HeadLoss(torch.autograd.Function):
 
         ctx.weight, ctx.shard, ctx.smoothing = weight, shard, smoothing
         ctx.group, ctx.sequence_parallel, ctx.current, ctx.kept = group, sequence_parallel, current, kept
-        ctx.save_for_backward(x, lse, local, owned, has_target)
+        ctx.save_for_backward(x, lse, local_max, local, owned, has_target)
         return loss_sum, z_sum
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, d_z: torch.Tensor) -> Any:
-        x, lse, local, owned, has_target = ctx.saved_tensors
+        x, lse, local_max, local, owned, has_target = ctx.saved_tensors
         weight, shard, current = ctx.weight, ctx.shard, ctx.current
         assert current.sink is not None
         whole = collectives.all_gather(x, ctx.group).wait() if ctx.sequence_parallel else x
@@ -117,11 +117,16 @@ class _HeadLoss(torch.autograd.Function):
         # d loss / d logit = p·(dL + 2·lse·dz) − dL·((1 − s)·onehot + s/V), and 0 where there is no target
         on_target = (has_target * d_loss).unsqueeze(1)
         on_p = on_target + (has_target * lse * (2.0 * d_z)).unsqueeze(1)
+        # p = exp(logit − lse) = exp(logit − local max) · exp(local max − lse): what forward kept needs no second exp.
+        on_exponential = on_p * torch.exp(local_max - lse).unsqueeze(1)
         rows = _chunk_rows(weight)
         for number, start in enumerate(range(0, tokens.shape[0], rows) if shard.valid else ()):
             part = slice(start, start + rows)
-            logits = ctx.kept[number] if ctx.kept else _logits(tokens[part], weight, shard)
-            dlogits = logits.sub_(lse[part].unsqueeze(1)).exp_().mul_(on_p[part])
+            if ctx.kept:
+                exponentials = ctx.kept[number]
+            else:
+                exponentials = _logits(tokens[part], weight, shard).sub_(local_max[part].unsqueeze(1)).exp_()
+            dlogits = exponentials.mul_(on_exponential[part])
             if ctx.smoothing:
                 dlogits -= on_target[part] * (ctx.smoothing / shard.total)
             hit = (owned[part] * d_loss * (ctx.smoothing - 1.0)).unsqueeze(1)
