@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from ultrascale.comm.collectives import gather_objects
+from ultrascale.comm.collectives import gather_json
 from ultrascale.comm.group import Group
 from ultrascale.comm.process_groups import Groups
 from ultrascale.config.schema import Config
@@ -139,7 +139,7 @@ def check_build(assembly: Assembly) -> int:
     configured = assembly.config.model.num_hidden_layers
     if layers != list(range(configured)):
         raise BuildError(f"the stages hold layers {layers}, not each of the {configured} configured ones once")
-    total = sum(gather_objects(held, assembly.groups.world))
+    total = sum(gather_json(held, assembly.groups.world))
     expected = assembly.family.sizes().parameters
     if total != expected:
         raise BuildError(f"{total:,} parameters were built; the closed form of the model says {expected:,}")

@@ -242,7 +242,7 @@ class Trainer:
             folder = RunFolder(config.run.dir, config=config_tree(config), resume=config.run.resume, rank=self.rank)
         except RunFolderError as refused:
             error = str(refused)
-        errors = [text for text in collectives.gather_objects(error, self.groups.world) if text]
+        errors = [text for text in collectives.gather_json(error, self.groups.world) if text]
         if errors or folder is None:
             raise RunFolderError(errors[0])
         return folder
@@ -250,7 +250,7 @@ class Trainer:
     def _same_data_everywhere(self) -> None:
         """Hosts may hold other files under one path; ranks that train on different tokens would never notice."""
         mine = self.data.fingerprint()
-        for rank, other in enumerate(collectives.gather_objects(mine, self.groups.world)):
+        for rank, other in enumerate(collectives.gather_json(mine, self.groups.world)):
             if changed := differences(other, mine):
                 raise DataError(f"rank {rank} reads other data than rank {self.rank}: {'; '.join(changed)}")
 
@@ -314,7 +314,7 @@ class Trainer:
         self.console.close()
 
     def _finish(self) -> int:
-        memory = collectives.gather_objects(asdict(peak_memory(self.device)), self.groups.world)
+        memory = collectives.gather_json(asdict(peak_memory(self.device)), self.groups.world)
         self.folder.event("memory", step=self.step, peak_bytes_by_rank=memory)
         self.folder.status("finished", self.step, exit_code=FINISHED)
         self.folder.event("finish", step=self.step)
@@ -407,7 +407,7 @@ class Trainer:
     def _manifest(self) -> dict[str, Any]:
         """What this run is, for people and programs that look at it later; collective."""
         mesh = self.mesh
-        places = collectives.gather_objects([socket.gethostname(), str(self.device)], self.groups.world)
+        places = collectives.gather_json([socket.gethostname(), str(self.device)], self.groups.world)
         return {
             "world_size": mesh.world_size,
             "axes": dict(mesh.sizes),

@@ -93,7 +93,7 @@ class ThreadWorld:
         self.size = size
         self._barrier = threading.Barrier(size)
         self._slots: list[Any] = [None] * size
-        monkeypatch.setattr(write, "gather_objects", self._gather)
+        monkeypatch.setattr(write, "gather_json", self._gather)
 
     def _gather(self, value: Any, group: ThreadRank) -> list[Any]:
         self._slots[group.index] = value

@@ -46,7 +46,7 @@ def _values(context: Context) -> dict[str, Any]:
         "exchange": collectives.all_to_all(torch.arange(size) + 10 * rank, group).wait(),
         "uneven": collectives.all_to_all(torch.full((sum(uneven), 2), rank), group, uneven, [rank + 1] * size).wait(),
         "broadcast": collectives.broadcast(heard, group, source=1).wait() is heard and heard,
-        "objects": collectives.gather_objects({"rank": rank}, group),
+        "objects": collectives.gather_json({"rank": rank}, group),
     }
 
 

@@ -12,7 +12,7 @@ from ultrascale.checkpoint.manifest import Manifest
 from ultrascale.checkpoint.read import Verify, load, open_manifest
 from ultrascale.checkpoint.state import state_boxes
 from ultrascale.checkpoint.write import save
-from ultrascale.comm.collectives import gather_objects
+from ultrascale.comm.collectives import gather_json
 from ultrascale.comm.group import Group
 from ultrascale.config.meaning import differences
 from ultrascale.data.loader import differences as data_differences
@@ -56,7 +56,7 @@ class Snapshots:
                 found = str(self._find(resume) or "")
             except CheckpointError as refused:
                 error = str(refused)
-        found, error = gather_objects([found, error], self.world)[0]
+        found, error = gather_json([found, error], self.world)[0]
         if error:
             raise CheckpointError(error)
         return Path(found) if found else None
@@ -90,7 +90,7 @@ class Snapshots:
         would change what the run means.
         """
         wanted = list(state_boxes(self.optimizer, owned=False))
-        names = {name for part in gather_objects(sorted({box.name for box in wanted}), self.world) for name in part}
+        names = {name for part in gather_json(sorted({box.name for box in wanted}), self.world) for name in part}
         error, manifest = "", None
         try:
             manifest = open_manifest(folder)
@@ -99,7 +99,7 @@ class Snapshots:
         except CheckpointError as refused:
             error = str(refused)
         # A rank alone may find damage in what only it reads; then none may go on.
-        errors = [text for text in gather_objects(error, self.world) if text]
+        errors = [text for text in gather_json(error, self.world) if text]
         if errors or manifest is None:
             raise CheckpointError(errors[0])
         self.optimizer.gradients.publish()

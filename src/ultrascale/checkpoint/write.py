@@ -17,6 +17,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from ultrascale.checkpoint.manifest import (
     encode_header,
     refuse,
 )
-from ultrascale.comm.collectives import gather_objects
+from ultrascale.comm.collectives import gather_json
 from ultrascale.comm.group import Group
 
 Point = Literal["open", "write", "sync", "gather", "manifest", "rename", "renamed"]
@@ -92,7 +93,7 @@ def _agree(group: Group | None, work: Callable[[], Any], temporary: Path) -> lis
     except Exception as error:
         failure, cause = _describe(error), error
     try:
-        answers = [(result, failure)] if group is None else gather_objects((result, failure), group)
+        answers = [(result, failure)] if group is None else gather_json((result, failure), group)
     except Exception as error:
         # A rank died. Those that are left may not be able to talk any more: clean up here, and say so.
         answers = [(None, failure or f"the other ranks did not answer: {_describe(error)}")]
@@ -127,11 +128,9 @@ def _refuse_to_replace(folder: Path) -> None:
         )
 
 
-def _write_file(
-    temporary: Path, rank: int, boxes: list[Box], probe: Probe
-) -> tuple[str, FileEntry, list[tuple[str, Dims, str, Shard]]] | None:
-    """Writes this rank's file; returns its name, its entry, and (tensor, global shape, dtype, shard) of all
-    it holds."""
+def _write_file(temporary: Path, rank: int, boxes: list[Box], probe: Probe) -> list[Any] | None:
+    """Writes this rank's file; returns [name, fields of its entry, rows], where a row is [tensor, global shape, dtype,
+    fields of the shard]: plain lists, which can travel to rank 0."""
     boxes = [box for box in boxes if box.tensor.numel()]
     problems = [
         f"tensor {box.name}: dtype {box.tensor.dtype} cannot be stored; one of {', '.join(DTYPES)} is wanted"
@@ -168,11 +167,11 @@ def _write_file(
             probe("write")
             checksum = _write_tensor(file, box.tensor, hasher)
             shard = Shard(name, keys[i], box.offset, tuple(box.tensor.shape), checksum)
-            rows.append((box.name, box.shape, DTYPE_NAMES[box.tensor.dtype], shard))
+            rows.append([box.name, box.shape, DTYPE_NAMES[box.tensor.dtype], astuple(shard)])
         file.flush()
         probe("sync")
         os.fsync(file.fileno())
-    return name, FileEntry(len(prefix) + end, digest(prefix)), rows
+    return [name, astuple(FileEntry(len(prefix) + end, digest(prefix))), rows]
 
 
 def _write_tensor(file: Any, tensor: torch.Tensor, hasher: ThreadPoolExecutor) -> str:
@@ -208,15 +207,16 @@ def _commit(folder: Path, temporary: Path, header: Mapping[str, Any], gathered: 
     for rank, written in enumerate(gathered):
         if written is None:
             continue
-        name, entry, rows = written
-        files[name] = entry
+        name, fields, rows = written
+        entry = files[name] = FileEntry(*fields)
         size = (temporary / name).stat().st_size if (temporary / name).exists() else None
         if size != entry.bytes:
             problems.append(
                 f"{name}: rank {rank} wrote {entry.bytes} bytes, rank 0 sees {size}: the folder must lie on "
                 "shared storage"
             )
-        for tensor, shape, dtype, shard in rows:
+        for tensor, dims, dtype, (file, key, offset, size_of_box, checksum) in rows:
+            shape, shard = tuple(dims), Shard(file, key, tuple(offset), tuple(size_of_box), checksum)
             if forms.setdefault(tensor, (shape, dtype)) != (shape, dtype):
                 problems.append(f"tensor {tensor}: {forms[tensor]} on one rank, {(shape, dtype)} on rank {rank}")
             parts.setdefault(tensor, []).append(shard)

@@ -6,10 +6,11 @@ of one group run in the order in which they were issued, so all members must iss
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -217,18 +218,24 @@ def barrier(group: Group) -> None:
         dist.barrier(group=group.process_group)
 
 
-def gather_objects(obj: Any, group: Group) -> list[Any]:
-    """Every member's object, in the order of their indices.
+def gather_json(value: Any, group: Group) -> list[Any]:
+    """Every member's value, in the order of their indices, as JSON gives it back (tuples as lists).
 
-    Objects are pickled: for start-up and checkpoints, never in a step.
+    For start-up and checkpoints, never in a step: two exchanges, of lengths and of texts.
     """
     if group.size == 1:
-        return [obj]
-    sent = len(pickle.dumps(obj)) * (group.size - 1)
-    group.ledger.record(group.axes, "gather_objects", (), "", sent)
-    objects: list[Any] = [None] * group.size
-    dist.all_gather_object(objects, obj, group=group.process_group)
-    return objects
+        return [value]
+    text = json.dumps(value).encode()
+    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else torch.device("cpu")
+    lengths = all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device), group).wait().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = all_gather(padded.unsqueeze(0), group).wait().cpu()
+    return [json.loads(bytes(row[:length].numpy())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _on_cuda(group: Group) -> bool:
+    return dist.get_backend(group.process_group) == "nccl"
 
 
 def record(group: Group, op: str, tensor: Tensor, sent: int, note: str = "") -> None:

@@ -20,8 +20,7 @@ class Row:
 
     sequence   number of the call on this ledger, from 0; goes on over `clear()`
     axes       axes of the group, those of size 1 left out
-    op         all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, receive, barrier,
-               gather_objects, mark
+    op         all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, receive, barrier, mark
     phase      the ledger's phase when the call was issued
     shape      of the tensor that was handed in
     dtype      torch's name of its dtype, without `torch.`
