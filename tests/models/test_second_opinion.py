@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from our_side import ours
 from transformers.models.llama import modeling_llama
 
-from pool import Context, pool
-from small import assembled, boxes, config_of, step_batch_of, tokens, whole
+from pool import pool
+from small import assembled, boxes, config_of, tokens, whole
 from ultrascale.config.schema import Config
 from ultrascale.models.rope import inverse_frequencies
 
@@ -50,12 +51,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def their_name(name: str) -> str:
     """Hugging Face's name of a logical parameter."""
-    for ours, theirs in (
+    for old, new in (
         ("attention_norm", "input_layernorm"),
         ("mlp_norm", "post_attention_layernorm"),
         (".attention.", ".self_attn."),
     ):
-        name = name.replace(ours, theirs)
+        name = name.replace(old, new)
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
@@ -129,25 +130,11 @@ def theirs(config: Config, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, 
     gradients = dict(model.named_parameters())
     found = {name: gradients[their_name(name)].grad for name in weights}
     assert logits.dtype == torch.float64
-    return logits.detach().numpy(), loss.item(), {name: grad.numpy() for name, grad in found.items() if grad is not None}
-
-
-def ours(context: Context | None, config: Config) -> dict[str, Any]:
-    """What one rank has of weights, gradients, loss and logits."""
-    assembly = assembled(config, context)
-    inputs, labels = tokens(config)
-    batch = step_batch_of(assembly, inputs, labels)
-    weights = boxes(assembly, "masters")
-    outputs = assembly.engine.run(batch)
-    assembly.gradients.finish()
-    logits = assembly.evaluation.run(step_batch_of(assembly, inputs, None))
-    return {
-        "weights": weights,
-        "gradients": boxes(assembly, "gradients"),
-        "loss": sum(out["lm"].item() for out in outputs) / batch.denominators["targets"],
-        "logits": torch.cat([out["logits"] for out in logits], dim=1).numpy() if logits else None,
-        "last": bool(outputs),
-    }
+    return (
+        logits.detach().numpy(),
+        loss.item(),
+        {name: grad.numpy() for name, grad in found.items() if grad is not None},
+    )
 
 
 def model_config(model: str, layout: dict[str, Any] | None = None, world: int = 1) -> Config:

@@ -1,4 +1,4 @@
-"""Through the ledger: which collectives a layer, the embedding and the head make, when they are issued, and their bytes.
+"""Through the ledger: which collectives a layer, the embedding and the head make, when they are issued, how large.
 
 Per transformer layer and micro-batch (DESIGN §6): 2 all-reduces forward and 2 backward; under sequence parallelism
 2 all-gathers and 2 reduce-scatters forward, the same backward, and 2 more all-gathers of the saved inputs.
@@ -170,10 +170,6 @@ def test_all_buckets_but_the_last_are_issued_before_backward_ends(dp: int, deter
         assert all(rows[i].phase == "backward" for i in range(issued[0], end) if i not in issued)
 
 
-def _bucket_of_unit(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row.axes == ("dp",)]
-
-
 @pytest.mark.parametrize("dp", [2, 4])
 def test_data_parallel_traffic_is_twice_the_gradients_times_n_minus_1_over_n(dp: int) -> None:
     for deterministic in (True, False):
@@ -181,7 +177,7 @@ def test_data_parallel_traffic_is_twice_the_gradients_times_n_minus_1_over_n(dp:
         config = config_of({**settings, "parallel.dp": dp}, dp)
         gradient_bytes = _parameters(config_of(settings)) * 8
         for rows in rows_of(config):
-            sent = sum(row.bytes for row in _bucket_of_unit(rows))
+            sent = sum(row.bytes for row in rows if row.axes == ("dp",))
             assert sent == 2 * gradient_bytes * (dp - 1) // dp, deterministic
 
 
@@ -190,4 +186,4 @@ def test_every_message_of_a_reduction_stands_under_reduce(deterministic: bool) -
     """Or ledger.json gives half of the gradients' traffic to no phase."""
     settings = {**BUCKETS, "parallel.dp": 2, "parallel.deterministic_reduction": deterministic}
     for rows in rows_of(config_of(settings, 2)):
-        assert {row.phase for row in _bucket_of_unit(rows)} == {"reduce"}
+        assert {row.phase for row in rows if row.axes == ("dp",)} == {"reduce"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from small import assembled, by_hand, config_of, step_batch_of, tokens
 from ultrascale.config.schema import Config
 from ultrascale.models.family import load_family
 from ultrascale.parallel import gradients as gradients_module
+from ultrascale.parallel import tensor
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.init import initialise
 from ultrascale.parallel.layout import Layout
@@ -140,14 +141,11 @@ def test_a_full_tensor_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def separate_gemms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from ultrascale.parallel import tensor
-
+def separate_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(x: torch.Tensor, weight: torch.Tensor, plain: Callable[..., torch.Tensor] = torch.nn.functional.linear):
         return torch.cat([plain(x, part) for part in weight.chunk(2)], dim=-1)
 
     monkeypatch.setattr(tensor.F, "linear", cut)
-    yield
 
 
 @pytest.mark.usefixtures("separate_gemms")

@@ -19,8 +19,10 @@ from ultrascale.parallel import init
 from ultrascale.parallel.init import initialise, key_of, normal_at, philox, uniform_at
 from ultrascale.parallel.layout import Constant, Initializer, Layout, Normal, Use
 
+STANDARD = Normal(1.0)
 
-def layout(shape: tuple[int, ...], name: str = "w", value: Initializer = Normal(1.0)) -> Layout:
+
+def layout(shape: tuple[int, ...], name: str = "w", value: Initializer = STANDARD) -> Layout:
     return Layout(
         name=name, shape=shape, split={}, used_in=Use.WHOLE, tie=None, init=value, decay=True, lr_scale=1.0, pad_to={}
     )
@@ -252,11 +254,11 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1 << 20,), (1 << 10, 1 << 10), (1 << 19, 2), (2, 1 << 19), (1, 1 << 20), (2, 1 << 9, 1 << 10)], ids=str
+    "shape", [(1 << 20,), (1 << 10, 1 << 10), (1 << 19, 2), (2, 1 << 20), (1, 1 << 21), (2, 1 << 10, 1 << 10)], ids=str
 )
 def test_temporaries_stay_within_a_few_blocks_for_every_shape(shape: tuple[int, ...]) -> None:
     """Two rows of half a million, and experts stored as one tensor, are no exception."""
     target = torch.empty(shape, dtype=torch.float32)
     with Peak() as peak:
         initialise(target, layout(shape), (0,) * len(shape), 5)
-    assert 0 < peak.bytes <= 24 * 8 * init.BLOCK
+    assert 0 < peak.bytes <= 14 * 8 * init.BLOCK

@@ -67,7 +67,7 @@ def test_owned_boxes_tile_the_tensor(mesh: Mesh, weight: Layout) -> None:
     for rank in range(mesh.world_size):
         stage = mesh.index(rank, ["pp"])
         offset, shape = weight.box(mesh, rank)
-        assert all(0 <= o and o + n <= size for o, n, size in zip(offset, shape, weight.shape, strict=True))
+        assert all(0 <= o <= o + n <= size for o, n, size in zip(offset, shape, weight.shape, strict=True))
         held[stage][slices(offset, shape)] += 1
         owned[stage][slices(offset, shape)] += weight.is_owner(mesh, rank)
     assert (owned == 1).all()

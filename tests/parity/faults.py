@@ -88,6 +88,7 @@ def batches_are_summed_over_the_wrong_group() -> Patch:
 
     def issue(self: Gradients, bucket: Bucket) -> None:
         bucket.reduction = self._sum(bucket.gradients, self.group_of(("tp",)))
+        self._issued.append(bucket.reduction)
 
     return patch.object(Gradients, "_issue", issue)
 

@@ -177,14 +177,15 @@ class DeterministicSum(Pending):
         if flat.numel() % group.size or not flat.is_contiguous():
             self._padded = flat.new_zeros(-(-flat.numel() // group.size) * group.size)
             self._padded[: flat.numel()] = flat
-        self._first = all_to_all(self._padded, group)
+        self._first: Pending | None = all_to_all(self._padded, group)
         self._second: Pending | None = None
         super().__init__(flat, finish=self._complete)
 
     def advance(self) -> None:
         """Sums this rank's share once it has arrived, and issues the second exchange without awaiting it."""
-        if self._second is None:
+        if self._first is not None:
             total = _sum_pieces(self._first.wait(), self._group.size)
+            self._first = None  # the pieces are as large as the tensor itself
             self._second = all_gather(total, self._group, into=self._padded)
 
     def _complete(self) -> Tensor:

@@ -203,7 +203,8 @@ class Optimizer(Section):
     lr: Annotated[float, Field(ge=0)]
     """Highest learning rate, reached after warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled decay, times the learning rate. Norms and biases have none."""
+    """adamw: decoupled decay, times the learning rate; sgd: weight_decay · weight is added to the gradient. Norms
+    have none."""
     betas: Betas = (0.9, 0.95)
     """AdamW: decay of the two moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8

@@ -47,6 +47,7 @@ class Span:
 class Reduction:
     """A SUM under way, in the dtype in which gradients travel."""
 
+    group: Group
     pending: Pending
     message: torch.Tensor
     target: torch.Tensor
@@ -55,11 +56,13 @@ class Reduction:
     def advance(self) -> None:
         """Issues the second exchange of a deterministic sum, so that those of several buckets overlap."""
         if isinstance(self.pending, DeterministicSum):
-            self.pending.advance()
+            with self.group.ledger.during("reduce"):
+                self.pending.advance()
 
     def finish(self) -> None:
         """Waits, and puts the sum in its place."""
-        self.pending.wait()
+        with self.group.ledger.during("reduce"):
+            self.pending.wait()
         if self.message is not self.target:
             self.target.copy_(self.message)
 
@@ -115,6 +118,8 @@ class Gradients:
         self._view: dict[int, tuple[torch.Tensor, Bucket]] = {}
         self._touched: set[int] = set()
         self._last: dict[int, int] = {}
+        self._issued: list[Reduction] = []
+        """Of this step, in the order in which all replicas issue them."""
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -220,34 +225,35 @@ class Gradients:
                 self._issue(bucket)
 
     def _issue(self, bucket: Bucket) -> None:
-        group = self.group_of(bucket.axes)
-        with group.ledger.during("reduce"):
-            bucket.reduction = self._sum(bucket.gradients, group)
+        """Issues a bucket's reduction, and the second half of those that have had time to arrive: pieces are freed."""
+        for earlier in self._issued[:-1]:
+            earlier.advance()
+        bucket.reduction = self._sum(bucket.gradients, self.group_of(bucket.axes))
+        self._issued.append(bucket.reduction)
 
     def _sum(self, flat: torch.Tensor, group: Group) -> Reduction:
         """SUM of a flat buffer over the group, issued."""
         message = flat.to(self.policy.reduce)
         operation = collectives.deterministic_all_reduce if self.deterministic else collectives.all_reduce
-        return Reduction(operation(message, group), message, flat)
+        with group.ledger.during("reduce"):
+            pending = operation(message, group)
+        return Reduction(group, pending, message, flat)
 
     def finish(self) -> None:
         """Waits for all buckets, then sums over tensor axes and ties. Afterwards gradients are whole."""
-        reductions = [bucket.reduction for bucket in self.buckets]
-        assert None not in reductions, "a stage was never reduced: the plan has no REDUCE for it"
-        for step in (Reduction.advance, Reduction.finish):
-            for reduction in reductions:
-                assert reduction is not None
-                with self.group_of(()).ledger.during("reduce"):
-                    step(reduction)
+        assert len(self._issued) == len(self.buckets), "a stage was never reduced: the plan has no REDUCE for it"
+        for reduction in self._issued:
+            reduction.advance()
+        for reduction in self._issued:
+            reduction.finish()
+        self._issued = []
         for bucket in self.buckets:
             bucket.reduction = None
         for axes, parts in self._tensor_sums().items():
             self._sum_parts(parts, self.group_of(axes))
         for bucket in self.buckets:
             if bucket.tie in self.tie_groups:
-                group = self.tie_groups[bucket.tie]
-                with group.ledger.during("reduce"):
-                    self._sum(bucket.gradients, group).finish()
+                self._sum(bucket.gradients, self.tie_groups[bucket.tie]).finish()
 
     def _tensor_sums(self) -> dict[tuple[str, ...], list[torch.Tensor]]:
         """Axes beyond the batch's → the members whose gradients arrive in parts over them too."""
@@ -261,8 +267,7 @@ class Gradients:
 
     def _sum_parts(self, parts: list[torch.Tensor], group: Group) -> None:
         message = torch.cat(parts)
-        with group.ledger.during("reduce"):
-            self._sum(message, group).finish()
+        self._sum(message, group).finish()
         for part, total in zip(parts, message.split([part.numel() for part in parts]), strict=True):
             part.copy_(total)
 

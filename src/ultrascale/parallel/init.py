@@ -9,6 +9,7 @@ last, so that they are equal within a device type. A rank makes only its own box
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from math import pi, prod
 
 import torch
@@ -73,16 +74,9 @@ def normal_at(index: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
     return radius * torch.where((index & 1) == 0, torch.cos(angle), torch.sin(angle))
 
 
-def global_index(
-    start: int,
-    count: int,
-    layout: Layout,
-    offset: tuple[int, ...],
-    box: tuple[int, ...],
-    device: torch.device,
-) -> torch.Tensor:
-    """Row-major global indices of elements [start, start + count) of a box at `offset`; int64 [count]."""
-    rest = torch.arange(start, start + count, dtype=torch.int64, device=device)
+def global_index(layout: Layout, offset: tuple[int, ...], box: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Row-major global indices of the elements of a box at `offset`; int64 [elements of the box]."""
+    rest = torch.arange(prod(box), dtype=torch.int64, device=device)
     index = torch.zeros_like(rest)
     stride = 1
     for dim in reversed(range(len(box))):
@@ -103,16 +97,23 @@ def initialise(target: torch.Tensor, layout: Layout, offset: tuple[int, ...], se
         return
     assert isinstance(layout.init, Normal)
     key = key_of(seed, layout.name)
-    box = tuple(target.shape)
-    rows_at_once = max(1, BLOCK // max(1, prod(box[1:])))
-    row_size = prod(box[1:])
-    for row in range(0, box[0], rows_at_once):
-        rows = min(rows_at_once, box[0] - row)
-        # A row wider than a block is cut too, so that the temporaries are bounded for every shape.
-        flat = target[row : row + rows]
-        pieces = []
-        for start in range(row * row_size, (row + rows) * row_size, BLOCK):
-            count = min(BLOCK, (row + rows) * row_size - start)
-            index = global_index(start, count, layout, offset, box, target.device)
-            pieces.append((normal_at(index, key) * layout.init.std).to(target.dtype))
-        flat.copy_(torch.cat(pieces).view(flat.shape))
+    for part in _blocks(tuple(target.shape)):
+        piece = target[part]
+        corner = tuple(start + cut.start for start, cut in zip(offset, part, strict=True))
+        index = global_index(layout, corner, tuple(piece.shape), target.device)
+        piece.copy_((normal_at(index, key) * layout.init.std).to(target.dtype).view(piece.shape))
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Pieces of at most BLOCK elements that make up a box of this shape: some rows, or a part of one row."""
+    if not all(shape):
+        return
+    row, rest = prod(shape[1:]), tuple(slice(0, size) for size in shape[1:])
+    if row <= BLOCK:
+        step = BLOCK // row
+        for start in range(0, shape[0], step):
+            yield (slice(start, min(shape[0], start + step)), *rest)
+        return
+    for start in range(shape[0]):
+        for part in _blocks(shape[1:]):
+            yield (slice(start, start + 1), *part)

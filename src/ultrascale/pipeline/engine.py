@@ -30,6 +30,10 @@ Outputs = list[dict[str, torch.Tensor]]
 """What the last stage returned, micro-batch by micro-batch, detached; empty on other ranks."""
 
 
+FORWARD_ONLY_SENDS = 2
+"""Sends that an evaluation leaves under way."""
+
+
 class Timed(NamedTuple):
     """One executed action, for the timeline. Seconds of `time.perf_counter`."""
 
@@ -121,6 +125,10 @@ class Engine:
             self._execute[action.kind](action)
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
                 self._sent[index] = self._awaited.pop(("sent", action.stage, action.micro_batch))
+                if self.plan.forward_only and len(self._sent) > FORWARD_ONLY_SENDS:
+                    # Nothing comes back that proves arrival. Messages go one way here: who is waited for does not
+                    # wait for this rank.
+                    self._sent.pop(min(self._sent)).wait()
             for sent in self._releases.get(index, ()):
                 self._sent.pop(sent).wait()
             if self.timeline is not None and action.kind in COMPUTE:
