@@ -80,7 +80,7 @@ def ultrascale_steps(overrides: dict[str, object]):
     from ultrascale.mesh.axes import Mesh
     from ultrascale.mesh.groups import group_plan
     from ultrascale.models.batch import MicroBatch
-    from ultrascale.trainer import train_step, with_denominators
+    from ultrascale.step import train_step, with_denominators
 
     tree: dict[str, dict[str, object]] = {
         "run": {"steps": 1},

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "ultrascale"
 
 ORDER = (
     "config", "mesh", "comm", "precision", "kernels", "parallel", "models", "pipeline", "optim", "data", "checkpoint",
-    "observe", "assembly", "trainer", "planner", "verify", "generation", "generation_command", "train", "cli",
+    "observe", "assembly", "step", "trainer", "planner", "verify", "generation", "generation_command", "train", "cli",
 )  # fmt: skip
 """A package or module imports only what stands before it."""
 
@@ -35,7 +35,7 @@ DYNAMIC = {
 
 NEEDS_TORCH = (
     "checkpoint/read.py", "checkpoint/snapshots.py", "checkpoint/state.py", "checkpoint/write.py",
-    "comm/collectives.py", "comm/differentiable.py", "comm/group.py", "comm/p2p.py", "comm/process_groups.py",
+    "comm/agreement.py", "comm/collectives.py", "comm/differentiable.py", "comm/group.py", "comm/p2p.py", "comm/process_groups.py",
     "kernels/",
     "models/batch.py", "models/llama.py", "models/rope.py", "models/transformer.py",
     "optim/optimizer.py",
@@ -43,7 +43,7 @@ NEEDS_TORCH = (
     "parallel/objective.py", "parallel/passes.py", "parallel/replicas.py", "parallel/tensor.py",
     "pipeline/engine.py",
     "precision/policy.py",
-    "assembly.py", "generation.py", "trainer.py",
+    "assembly.py", "generation.py", "step.py", "trainer.py",
 )  # fmt: skip
 """Every other file answers without torch: configs, plans, schedules, token files, manifests, commands."""
 
@@ -109,9 +109,9 @@ def aliases(source: Source) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
-            found |= {
-                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
-            }
+            for alias in node.names:
+                name = alias.asname or alias.name.split(".")[0]
+                found[name] = alias.name if alias.asname else name
         elif isinstance(node, ast.ImportFrom):
             names = [alias.asname or alias.name for alias in node.names]
             found |= dict(zip(names, imported(source, node), strict=True))
@@ -123,9 +123,10 @@ def reached(source: Source) -> list[tuple[int, str]]:
     """(line, full name) of every import and of every attribute chain that begins at an imported name."""
     names, found = aliases(source), []
     for node in ast.walk(source.tree):
-        found += [(node.lineno, name) for name in imported(source, node)]
+        if isinstance(node, ast.stmt):
+            found += [(node.lineno, name) for name in imported(source, node)]
         first, dot, rest = dotted(node).partition(".")
-        if first in names:
+        if isinstance(node, ast.expr) and first in names:
             found.append((node.lineno, names[first] + dot + rest))
     return found
 
@@ -139,6 +140,8 @@ def imports_go_down_the_order(source: Source) -> Breaches:
         yield 1, f"{source.unit} has no place in the order {' '.join(ORDER)}; give it one"
         return
     for node in ast.walk(source.tree):
+        if not isinstance(node, ast.stmt):
+            continue
         for name in imported(source, node):
             parts = name.split(".")
             if parts[0] != "ultrascale" or len(parts) < 2 or parts[1] == source.unit:
@@ -177,12 +180,12 @@ def collectives_go_through_comm(source: Source) -> Breaches:
 
 @rule
 def nothing_is_unpickled(source: Source) -> Breaches:
-    """A file that can run code when it is read is not a checkpoint. comm pickles what ranks of one job tell each
-    other, and writes none of it down."""
+    """What can run code when it is read is neither a checkpoint nor a message."""
     for line, name in reached(source):
-        if name in ("torch.load", "torch.save") or name.split(".")[0] in ("cloudpickle", "dill", "joblib", "shelve"):
+        library = name.split(".")[0]
+        if name in ("torch.load", "torch.save") or library in ("pickle", "marshal", "shelve", "cloudpickle", "dill"):
             yield line, name
-        if name.split(".")[0] in ("pickle", "marshal") and source.path != "comm/collectives.py":
+        if name.startswith("torch.distributed.") and "_object" in name:  # torch pickles these
             yield line, name
     for node in ast.walk(source.tree):
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
@@ -196,19 +199,21 @@ GROUPS = {"Group", "Groups", "ProcessGroup", "new_group", "WORLD", "DeviceMesh",
 def no_group_is_global(source: Source) -> Breaches:
     """A group is passed in. So no module or class holds one, and no function writes to its module's names: the one
     that may keeps a worker process's tokenizer."""
-    for body in (source.tree, *(node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))):
+    bodies: list[ast.Module | ast.ClassDef] = [source.tree]
+    bodies += [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+    for body in bodies:
         for node in body.body:
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                 continue  # a class that says its instances have a group holds none itself
-            made = [part.func for part in ast.walk(node.value) if isinstance(part, ast.Call)]
+            made: list[ast.AST] = [part.func for part in ast.walk(node.value) if isinstance(part, ast.Call)]
             made += [part for part in ast.walk(node.value) if isinstance(part, ast.Attribute) and part.attr == "WORLD"]
             if isinstance(node, ast.AnnAssign) and isinstance(body, ast.Module):
                 made += list(ast.walk(node.annotation))
             if found := {dotted(part).split(".")[-1] for part in made} & GROUPS:
                 yield node.lineno, f"holds {', '.join(sorted(found))} for the whole process; pass it in"
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Global) and (source.path, node.names) != ("data/prepare.py", ["_worker"]):
-            yield node.lineno, f"global {', '.join(node.names)}"
+    for written in ast.walk(source.tree):
+        if isinstance(written, ast.Global) and (source.path, written.names) != ("data/prepare.py", ["_worker"]):
+            yield written.lineno, f"global {', '.join(written.names)}"
 
 
 @rule
@@ -256,6 +261,7 @@ BROKEN = [
     ("collectives_go_through_comm", "mesh/a.py", "from torch import distributed\ndistributed.new_group([0])"),
     ("nothing_is_unpickled", "checkpoint/read.py", "import torch\ntorch.load(path)"),
     ("nothing_is_unpickled", "checkpoint/read.py", "from pickle import loads"),
+    ("nothing_is_unpickled", "comm/collectives.py", "import torch.distributed as dist\ndist.all_gather_object(x, y)"),
     ("nothing_is_unpickled", "data/indexed.py", "np.load(path, allow_pickle=True)"),
     ("no_group_is_global", "parallel/a.py", "import torch.distributed as dist\nTENSOR = dist.new_group([0, 1])"),
     ("no_group_is_global", "parallel/a.py", "GROUPS: dict[str, Group] = {}"),

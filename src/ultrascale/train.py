@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None, environment: Mapping[str, str] = os.
         rank=launch.rank,
         world_size=launch.world_size,
         local_rank=launch.local_rank,
-        loaded=loaded,
     )
 
 

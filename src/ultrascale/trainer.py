@@ -8,9 +8,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from types import FrameType
 from typing import Any
@@ -18,129 +18,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultrascale.assembly import Assembly, assemble, check_build
+from ultrascale.assembly import assemble, check_build
 from ultrascale.checkpoint.boxes import CheckpointError
 from ultrascale.checkpoint.snapshots import Snapshots
 from ultrascale.comm import collectives
+from ultrascale.comm.agreement import together
 from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
-from ultrascale.config.load import Loaded
 from ultrascale.config.schema import Config
 from ultrascale.data.errors import DataError
-from ultrascale.data.loader import Data, MicroArrays, differences
+from ultrascale.data.loader import Data, differences
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import describe, group_plan
-from ultrascale.models.batch import MicroBatch, StepBatch
 from ultrascale.observe import mfu
 from ultrascale.observe.console import Console, StartUp
 from ultrascale.observe.memory import peak_memory
 from ultrascale.observe.run_folder import RunFolder, RunFolderError
-from ultrascale.optim.optimizer import clip_coefficient
-from ultrascale.optim.schedule import learning_rate
-from ultrascale.parallel.cross_entropy import NO_TARGET
 from ultrascale.parallel.replicas import check_replicas
+from ultrascale.step import StepResult, evaluate, step_batch, train_step
 
 FIRST_LOSS_TOLERANCE = 0.1
 FINISHED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """One step as all ranks know it."""
-
-    report: Mapping[str, float]
-    """`loss`, the objective whose gradient was applied, and each of its terms."""
-    grad_norm: float
-    """Of the global gradient, before clipping."""
-    lr: float
-    stop: bool
-    """Whether any rank wants to stop after this step."""
-    finite: bool
-    """False: loss or gradient were not finite, and no parameter was touched."""
-    peak_memory_bytes: int
-    """The largest over ranks."""
+REFUSALS = (RunFolderError, DataError, CheckpointError)
 
 
-def step_batch(assembly: Assembly, arrays: Sequence[MicroArrays]) -> StepBatch:
-    """This rank's arrays as tensors, with the denominators of the global batch."""
-    device = assembly.device
-    return with_denominators(
-        assembly,
-        [
-            MicroBatch(
-                inputs=torch.from_numpy(a.inputs).to(device),
-                labels=tuple(torch.from_numpy(labels).to(device) for labels in (a.labels, *a.further_labels)),
-                positions=torch.from_numpy(a.positions).to(device),
-            )
-            for a in arrays
-        ],
-    )
-
-
-def with_denominators(assembly: Assembly, micro_batches: Sequence[MicroBatch]) -> StepBatch:
-    """Counts targets and rows of the global batch, in one small all-reduce, before anything is computed."""
-    targets = sum(int((m.labels[0] != NO_TARGET).sum()) for m in micro_batches)
-    rows = sum(m.inputs.shape[1] for m in micro_batches)
-    counts = torch.tensor([targets, rows], dtype=torch.int64, device=assembly.device)
-    group = assembly.groups.of(["dp", "ep", "cp"])
-    with group.ledger.during("batch"):
-        collectives.all_reduce(counts, group).wait()
-    return StepBatch(micro_batches, dict(zip(("targets", "rows"), counts.tolist(), strict=True)))
-
-
-def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: bool = False) -> StepResult:
-    """Forward and backward by the schedule, reduce, clip, update.
-
-    step   number of this optimizer step, from 1
-    stop   whether this rank wants to stop; the result says whether any does
-    """
-    config, gradients = assembly.config, assembly.gradients
-    outputs = assembly.engine.run(batch)
-    gradients.finish()
-
-    # What all ranks must agree on travels in one message; every rank adds the rows up in the same order.
-    memory = float(peak_memory(assembly.device).peak)
-    sums = term_sums(assembly, outputs)
-    message = torch.cat([gradients.square_sum().view(1), sums, sums.new_tensor([float(stop), memory])])
-    world = assembly.groups.world
-    with world.ledger.during("step"):
-        rows = collectives.all_gather(message.view(1, -1), world).wait()
-    square_sum, *totals, stops, _ = rows.sum(dim=0).tolist()
-    report = assembly.objective.report(dict(zip(assembly.objective.terms, totals, strict=True)), batch.denominators)
-    norm = math.sqrt(square_sum) if math.isfinite(square_sum) else square_sum
-    finite = math.isfinite(norm) and math.isfinite(report["loss"])
-    lr = learning_rate(step, config)
-    if finite:
-        assembly.optimizer.step(step, lr, clip_coefficient(norm, config.optimizer.max_norm))
-    return StepResult(report, norm, lr, stops > 0, finite, int(rows[:, -1].max()))
-
-
-def evaluate(assembly: Assembly, batches: Sequence[StepBatch]) -> float:
-    """Mean loss per target over whole global batches; changes nothing."""
-    total, targets = 0.0, 0
-    world = assembly.groups.world
-    for batch in batches:
-        sums = term_sums(assembly, assembly.evaluation.run(batch))
-        with world.ledger.during("evaluation"):
-            collectives.all_reduce(sums, world).wait()
-        total += sums[list(assembly.objective.terms).index("lm")].item()
-        targets += batch.denominators["targets"]
-    return total / max(1, targets)
-
-
-def term_sums(assembly: Assembly, outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """This rank's share of each term's global sum, float64 [terms]: tp ranks hold equal sums, and one counts."""
-    names = list(assembly.objective.terms)
-    sums = torch.zeros(len(names), dtype=torch.float64, device=assembly.device)
-    if assembly.mesh.index(assembly.rank, ["tp"]) == 0:
-        for output in outputs:
-            sums += torch.stack([output[name].to(torch.float64) for name in names])
-    return sums
-
-
-def run(
-    config: Config, *, device: str, rank: int, world_size: int, local_rank: int, loaded: Loaded | None = None
-) -> int:
+def run(config: Config, *, device: str, rank: int, world_size: int, local_rank: int) -> int:
     """Trains; returns the exit code: 0 finished, 2 refused, 3 stopped on purpose with a checkpoint saved."""
     place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
     if place.type == "cuda":
@@ -155,13 +58,14 @@ def run(
         # A rank that closes its connections while another still reads from them would abort that one.
         collectives.barrier(trainer.groups.world)
         return code
-    except (RunFolderError, DataError, CheckpointError) as error:
+    except REFUSALS as error:
         # Before the first step all ranks come to the same error; later it may be one rank's own.
         if rank == 0 or trainer is not None:
             print(f"rank {rank}: {error}" if trainer else error, file=sys.stderr)
-        if trainer is not None:
-            trainer.failed(error, REFUSED)
-        return REFUSED
+        if trainer is None:
+            return REFUSED
+        trainer.failed(error, FAILED)
+        return FAILED
     except Exception as error:
         if trainer is not None:
             trainer.failed(error, FAILED)
@@ -180,8 +84,21 @@ class Trainer:
         self.ledger = Ledger()
         plan = group_plan(self.mesh, config)
         self.groups = create(self.mesh, plan, self.ledger, config.parallel.timeout_seconds)
+        self.console = Console(config.run.steps, rank=rank, every=config.observe.console_every)
+        self._stop_asked = False
         self.folder = self._claim_folder()
-        self.data = Data(config)
+        self.step = self.folder.last_step
+        try:
+            self._prepare()
+        except Exception as error:
+            self.failed(error, REFUSED if isinstance(error, REFUSALS) else FAILED)
+            raise
+
+    def _prepare(self) -> None:
+        """Everything that may still refuse the run, after the folder is ours."""
+        config, rank, device = self.config, self.rank, self.device
+        # A file that only one host lacks is an error on all ranks.
+        self.data = together(lambda: Data(config), self.groups.world, DataError)
         self._same_data_everywhere()
         self.assembly = assemble(config, self.mesh, rank, self.groups, device)
         self.snapshots = Snapshots(
@@ -200,9 +117,7 @@ class Trainer:
             keep=config.checkpoint.keep,
             verify=config.checkpoint.verify,
         )
-        self.console = Console(config.run.steps, rank=rank, every=config.observe.console_every)
         self.step = self._resume()
-        self._stop_asked = False
 
     def train(self) -> int:
         """The loop; every rank takes the same way through it."""
@@ -212,7 +127,7 @@ class Trainer:
             begun = time.perf_counter()
             self.ledger.clear()
             batch = step_batch(self.assembly, self._arrays(step))
-            result = train_step(self.assembly, batch, step, self._stop_asked)
+            result = train_step(self.assembly, batch, step, lambda: self._stop_asked)
             if not result.finite:
                 return self._stop(step - 1, f"loss or gradient of step {step} is not finite", saved)
             self.step = step
@@ -235,17 +150,10 @@ class Trainer:
 
     def _claim_folder(self) -> RunFolder:
         """Rank 0 claims the folder; when it may not, all ranks raise the same error."""
-        config, error = self.config, ""
-        folder = None
+        config = self.config
         assert config.run.dir is not None
-        try:
-            folder = RunFolder(config.run.dir, config=config_tree(config), resume=config.run.resume, rank=self.rank)
-        except RunFolderError as refused:
-            error = str(refused)
-        errors = [text for text in collectives.gather_json(error, self.groups.world) if text]
-        if errors or folder is None:
-            raise RunFolderError(errors[0])
-        return folder
+        claim = partial(RunFolder, config.run.dir, config=config_tree(config), resume=config.run.resume, rank=self.rank)
+        return together(claim, self.groups.world, RunFolderError)
 
     def _same_data_everywhere(self) -> None:
         """Hosts may hold other files under one path; ranks that train on different tokens would never notice."""
@@ -258,7 +166,9 @@ class Trainer:
         """Restores the checkpoint that run.resume means; returns the step it was taken after, 0 for none."""
         found = self.snapshots.find(self.config.run.resume)
         if found is None:
-            return 0
+            # A finished run that saved nothing is finished all the same; one that is to go on further cannot.
+            done = collectives.gather_json(self.folder.finished_step, self.groups.world)[0]
+            return done if done >= self.config.run.steps else 0
         step = self.snapshots.restore(found).step
         self.folder.event("resume", step=step, checkpoint=str(found))
         return step
@@ -267,6 +177,7 @@ class Trainer:
         self.folder.sync()
         begun = time.perf_counter()
         folder = self.snapshots.save(step, self.data.position(step))
+        self.folder.status("running", step)
         self.folder.event("checkpoint", step=step, path=str(folder), seconds=time.perf_counter() - begun)
 
     def _start(self) -> None:
@@ -275,6 +186,7 @@ class Trainer:
             signal.signal(number, self._on_signal)
         self.parameters = check_build(assembly)
         check_replicas(assembly.gradients)
+        self.folder.write_config(config_tree(config))
         self.folder.write_manifest(self._manifest())
         self.folder.cut_back(self.step)
         self.folder.status("running", self.step)
@@ -389,7 +301,7 @@ class Trainer:
         self.folder.metrics(record)
         self.console.step(record)
         if self.assembly.engine.timeline is not None:
-            self.folder.timeline(self.rank, self.step, self.assembly.engine.timeline)
+            self.folder.timeline(self.step, self.assembly.engine.timeline)
             self.assembly.engine.timeline.clear()
 
     # ---- descriptions ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ultrascale.config.schema import Config
 from ultrascale.data.loader import Data
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import group_plan
-from ultrascale.trainer import step_batch, train_step
+from ultrascale.step import step_batch, train_step
 
 TOLERANCE = 1e-9
 """Largest relative difference: float64 leaves 1e-16 per operation, and a wrong factor is at least 1e-3."""

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from ultrascale import trainer
+from ultrascale import step as stepping
 from ultrascale.assembly import Assembly
 from ultrascale.comm import collectives
 from ultrascale.comm.collectives import Pending
@@ -119,7 +119,7 @@ def denominators_are_local() -> Patch:
         rows = sum(m.inputs.shape[1] for m in micro_batches)
         return StepBatch(micro_batches, {"targets": targets * replicas, "rows": rows * replicas})
 
-    return patch.object(trainer, "with_denominators", local)
+    return patch.object(stepping, "with_denominators", local)
 
 
 @fault
@@ -193,10 +193,10 @@ def gradients_between_stages_are_doubled() -> Patch:
 @fault
 def weights_are_updated_by_local_gradients_on_one_rank() -> Patch:
     """One replica updates with a learning rate of its own: copies drift apart."""
-    original = trainer.learning_rate
+    original = stepping.learning_rate
 
     def rate(step: int, config: Any) -> float:
         alone = torch.distributed.get_rank() == 1
         return original(step, config) * (1.5 if alone else 1.0)
 
-    return patch.object(trainer, "learning_rate", rate)
+    return patch.object(stepping, "learning_rate", rate)

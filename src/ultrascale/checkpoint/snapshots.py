@@ -12,6 +12,7 @@ from ultrascale.checkpoint.manifest import Manifest
 from ultrascale.checkpoint.read import Verify, load, open_manifest
 from ultrascale.checkpoint.state import state_boxes
 from ultrascale.checkpoint.write import save
+from ultrascale.comm.agreement import together
 from ultrascale.comm.collectives import gather_json
 from ultrascale.comm.group import Group
 from ultrascale.config.meaning import differences
@@ -50,15 +51,9 @@ class Snapshots:
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `run.resume` means; rank 0 looks, so that all ranks agree. None: a new run."""
-        found, error = "", ""
-        if self.world.index == 0:
-            try:
-                found = str(self._find(resume) or "")
-            except CheckpointError as refused:
-                error = str(refused)
-        found, error = gather_json([found, error], self.world)[0]
-        if error:
-            raise CheckpointError(error)
+        look = self.world.index == 0
+        found = together(lambda: str(self._find(resume) or "") if look else "", self.world, CheckpointError)
+        found = gather_json(found, self.world)[0]
         return Path(found) if found else None
 
     def _find(self, resume: str) -> Path | None:
@@ -91,17 +86,14 @@ class Snapshots:
         """
         wanted = list(state_boxes(self.optimizer, owned=False))
         names = {name for part in gather_json(sorted({box.name for box in wanted}), self.world) for name in part}
-        error, manifest = "", None
-        try:
+
+        def fill() -> Manifest:
             manifest = open_manifest(folder)
             self._refuse_other_meaning(folder, manifest)
-            load(folder, wanted, self.verify, manifest=manifest, claimed=names)
-        except CheckpointError as refused:
-            error = str(refused)
+            return load(folder, wanted, self.verify, manifest=manifest, claimed=names)
+
         # A rank alone may find damage in what only it reads; then none may go on.
-        errors = [text for text in gather_json(error, self.world) if text]
-        if errors or manifest is None:
-            raise CheckpointError(errors[0])
+        manifest = together(fill, self.world, CheckpointError)
         self.optimizer.gradients.publish()
         return manifest
 

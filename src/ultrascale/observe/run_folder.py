@@ -64,9 +64,23 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self._writes = rank == 0
+        self._rank = rank
         self._last_step = 0
+        self.finished_step = 0
+        """The step after which a run finished here, as it was found; 0 when none did. Rank 0 knows."""
         if self._writes:
             self._claim(config, resume)
+            if not self._holds_a_run():
+                self.write_config(config)
+
+    @property
+    def last_step(self) -> int:
+        """Of the last line of metrics.jsonl; 0 for none."""
+        return self._last_step
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes config.yaml. Over that of an older part of the run only once nothing can refuse this one any more."""
+        if self._writes:
             text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             self._replace("config.yaml", text)
 
@@ -106,14 +120,17 @@ class RunFolder:
         if lost:
             self.event("not_finite", step=record["step"], values=lost)
 
-    def timeline(self, rank: int, step: int, actions: Iterable[tuple[str, int, int, float, float]]) -> None:
+    def _timeline(self) -> Path:
+        return self.path / f"timeline-{self._rank}.jsonl"
+
+    def timeline(self, step: int, actions: Iterable[tuple[str, int, int, float, float]]) -> None:
         """Adds a step's executed actions (kind, stage, micro-batch, start, end in seconds) to this rank's file.
 
         The only file that every rank writes: `timeline-RANK.jsonl`.
         """
         names = ("kind", "stage", "micro_batch", "start", "end")
         text = "".join(_json({"step": step, **dict(zip(names, action, strict=True))}) + "\n" for action in actions)
-        with open(self.path / f"timeline-{rank}.jsonl", "a") as file:
+        with open(self._timeline(), "a") as file:
             file.write(text)
 
     def event(self, event: str, *, step: int | None = None, **fields: Any) -> None:
@@ -123,11 +140,15 @@ class RunFolder:
             self._append("events.jsonl", {"time": time.time(), "event": event, "step": step, **_tame(fields)})
 
     def cut_back(self, step: int) -> None:
-        """Cuts metrics.jsonl back to the step of the checkpoint that the run goes on from; 0 for none."""
+        """Cuts metrics.jsonl, and this rank's timeline, back to the step of the checkpoint that the run goes on from;
+        0 for none."""
+        timeline = self._timeline()
+        if timeline.exists():
+            kept = [line for line in self._lines(timeline.name) if 0 < (_step(line) or 0) <= step]
+            self._replace(timeline.name, b"".join(line + b"\n" for line in kept))
         if not self._writes:
             return
-        kept: list[bytes] = []
-        last = 0
+        kept, last = [], 0
         for line in self._lines("metrics.jsonl"):
             found = _step(line)
             # One line per step, in order: what is torn, repeated or of the future goes.
@@ -171,6 +192,9 @@ class RunFolder:
                 raise RunFolderError(
                     f"run.dir={self.path} holds a run whose config.yaml cannot be read; {way_out}"
                 ) from error
+            before = self._read("status.json")
+            if before.get("state") == "finished" and type(before.get("step")) is int:
+                self.finished_step = before["step"]
             if changed:
                 raise RunFolderError(
                     f"run.dir={self.path} holds a different run: {'; '.join(changed)}; set these back, or {way_out}"

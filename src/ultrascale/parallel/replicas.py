@@ -6,8 +6,6 @@ holds copies. What differs is named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from ultrascale.comm import collectives
@@ -33,7 +31,7 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
 def check_replicas(gradients: Gradients) -> None:
     """Compares the masters of all copies, over batch axes, tensor axes and ties; collective.
 
-    Raises ReplicaError on every rank of a group whose copies differ.
+    Raises ReplicaError on every rank of the world when any group holds copies that differ.
     """
     mesh = gradients.mesh
     batch = set(mesh.expand(BATCH_AXES))
@@ -49,10 +47,13 @@ def check_replicas(gradients: Gradients) -> None:
                     by_axes.setdefault(axes, []).append((bucket, span))
             if bucket.tie in gradients.tie_groups:
                 by_tie.setdefault(bucket.tie or "", []).append((bucket, span))
-    groups: Mapping[Group, list[tuple[Bucket, Span]]] = {
-        **{gradients.group_of(axes): held for axes, held in by_axes.items()},
-        **{gradients.tie_groups[tie]: held for tie, held in by_tie.items()},
-    }
+    # Two sets of axes may be one group (one KV head: kv_replica is all of tp), and both parts are compared.
+    groups: dict[Group, list[tuple[Bucket, Span]]] = {}
+    for group, held in (
+        *((gradients.group_of(axes), held) for axes, held in by_axes.items()),
+        *((gradients.tie_groups[tie], held) for tie, held in by_tie.items()),
+    ):
+        groups.setdefault(group, []).extend(held)
     differing: list[str] = []
     for group, held in groups.items():
         hashes = torch.stack([hash_of(gradients.valid(bucket.masters, span)) for bucket, span in held])
@@ -62,5 +63,8 @@ def check_replicas(gradients: Gradients) -> None:
             if not bool((rows[:, number] == rows[0, number]).all()):
                 differing.append(f"{span.layout.name} differs over {', '.join(group.axes)} (ranks {group.ranks})")
     # Every rank must come to the same end: one that saw nothing would wait for the others for ever.
-    if differing:
-        raise ReplicaError("copies of parameters are not equal: " + "; ".join(differing[:8]))
+    world = gradients.group_of(mesh.order)
+    with world.ledger.during("check"):
+        told = dict.fromkeys(text for texts in collectives.gather_json(differing, world) for text in texts)
+    if told:
+        raise ReplicaError("copies of parameters are not equal: " + "; ".join([*told][:8]))

@@ -1,0 +1,112 @@
+"""One step, and one evaluation, of what `assembly` built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ultrascale.assembly import Assembly
+from ultrascale.comm import collectives
+from ultrascale.data.loader import MicroArrays
+from ultrascale.models.batch import MicroBatch, StepBatch
+from ultrascale.observe.memory import peak_memory
+from ultrascale.optim.optimizer import clip_coefficient
+from ultrascale.optim.schedule import learning_rate
+from ultrascale.parallel.cross_entropy import NO_TARGET
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step as all ranks know it."""
+
+    report: Mapping[str, float]
+    """`loss`, the objective whose gradient was applied, and each of its terms."""
+    grad_norm: float
+    """Of the global gradient, before clipping."""
+    lr: float
+    stop: bool
+    """Whether any rank wants to stop after this step."""
+    finite: bool
+    """False: loss or gradient were not finite, and no parameter was touched."""
+    peak_memory_bytes: int
+    """The largest over ranks."""
+
+
+def step_batch(assembly: Assembly, arrays: Sequence[MicroArrays]) -> StepBatch:
+    """This rank's arrays as tensors, with the denominators of the global batch."""
+    device = assembly.device
+    return with_denominators(
+        assembly,
+        [
+            MicroBatch(
+                inputs=torch.from_numpy(a.inputs).to(device),
+                labels=tuple(torch.from_numpy(labels).to(device) for labels in (a.labels, *a.further_labels)),
+                positions=torch.from_numpy(a.positions).to(device),
+            )
+            for a in arrays
+        ],
+    )
+
+
+def with_denominators(assembly: Assembly, micro_batches: Sequence[MicroBatch]) -> StepBatch:
+    """Counts targets and rows of the global batch, in one small all-reduce, before anything is computed."""
+    targets = sum(int((m.labels[0] != NO_TARGET).sum()) for m in micro_batches)
+    rows = sum(m.inputs.shape[1] for m in micro_batches)
+    counts = torch.tensor([targets, rows], dtype=torch.int64, device=assembly.device)
+    group = assembly.groups.of(["dp", "ep", "cp"])
+    with group.ledger.during("batch"):
+        collectives.all_reduce(counts, group).wait()
+    return StepBatch(micro_batches, dict(zip(("targets", "rows"), counts.tolist(), strict=True)))
+
+
+def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: Callable[[], bool] = lambda: False) -> StepResult:
+    """Forward and backward by the schedule, reduce, clip, update.
+
+    step   number of this optimizer step, from 1
+    stop   whether this rank wants to stop, asked at the step's end; the result says whether any does
+    """
+    config, gradients = assembly.config, assembly.gradients
+    outputs = assembly.engine.run(batch)
+    gradients.finish()
+
+    # What all ranks must agree on travels in one message; every rank adds the rows up in the same order.
+    memory = float(peak_memory(assembly.device).peak)
+    sums = term_sums(assembly, outputs)
+    message = torch.cat([gradients.square_sum().view(1), sums, sums.new_tensor([float(stop()), memory])])
+    world = assembly.groups.world
+    with world.ledger.during("step"):
+        rows = collectives.all_gather(message.view(1, -1), world).wait()
+    square_sum, *totals, stops, _ = rows.sum(dim=0).tolist()
+    report = assembly.objective.report(dict(zip(assembly.objective.terms, totals, strict=True)), batch.denominators)
+    norm = math.sqrt(square_sum) if math.isfinite(square_sum) else square_sum
+    finite = math.isfinite(norm) and math.isfinite(report["loss"])
+    lr = learning_rate(step, config)
+    if finite:
+        assembly.optimizer.step(step, lr, clip_coefficient(norm, config.optimizer.max_norm))
+    return StepResult(report, norm, lr, stops > 0, finite, int(rows[:, -1].max()))
+
+
+def evaluate(assembly: Assembly, batches: Sequence[StepBatch]) -> float:
+    """Mean loss per target over whole global batches; changes nothing."""
+    total, targets = 0.0, 0
+    world = assembly.groups.world
+    for batch in batches:
+        sums = term_sums(assembly, assembly.evaluation.run(batch))
+        with world.ledger.during("evaluation"):
+            collectives.all_reduce(sums, world).wait()
+        total += sums[list(assembly.objective.terms).index("lm")].item()
+        targets += batch.denominators["targets"]
+    return total / max(1, targets)
+
+
+def term_sums(assembly: Assembly, outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """This rank's share of each term's global sum, float64 [terms]: tp ranks hold equal sums, and one counts."""
+    names = list(assembly.objective.terms)
+    sums = torch.zeros(len(names), dtype=torch.float64, device=assembly.device)
+    if assembly.mesh.index(assembly.rank, ["tp"]) == 0:
+        for output in outputs:
+            sums += torch.stack([output[name].to(torch.float64) for name in names])
+    return sums
