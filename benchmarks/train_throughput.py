@@ -20,7 +20,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 MODEL = {
     "hidden_size": 256,
@@ -33,7 +35,7 @@ MODEL = {
 }
 SEQUENCE, TOKENS = 256, 4096
 GLOBAL = TOKENS // SEQUENCE
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[str, int, dict[str, object]]] = {
     # name: (contestant, processes, overrides of ultrascale)
     "transformers": ("transformers", 1, {}),
     "one": ("ultrascale", 1, {"batch.micro_size": 4}),
@@ -67,7 +69,7 @@ def flops_per_token() -> float:
     return 6 * matmul + 6 * layers * 2 * h * SEQUENCE / 2
 
 
-def ultrascale_steps(overrides: dict[str, object]):
+def ultrascale_steps(overrides: Mapping[str, object]) -> Callable[[], float]:
     """A function that runs one step."""
     import torch
     import torch.distributed as dist
@@ -80,6 +82,7 @@ def ultrascale_steps(overrides: dict[str, object]):
     from ultrascale.mesh.axes import Mesh
     from ultrascale.mesh.groups import group_plan
     from ultrascale.models.batch import MicroBatch
+    from ultrascale.observe.memory import keep_freed_memory
     from ultrascale.step import train_step, with_denominators
 
     tree: dict[str, dict[str, object]] = {
@@ -94,6 +97,7 @@ def ultrascale_steps(overrides: dict[str, object]):
         tree.setdefault(section, {})[name] = value
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
+    keep_freed_memory()  # as the trainer does
     config = resolve(Config.model_validate(tree), world)
     mesh, ledger = Mesh.of(config), Ledger()
     assembly = assemble(config, mesh, rank, create(mesh, group_plan(mesh, config), ledger), torch.device("cpu"))
@@ -115,16 +119,20 @@ def ultrascale_steps(overrides: dict[str, object]):
     return run
 
 
-def transformers_steps(sequences: int = 4):
+def transformers_steps(sequences: int = 4) -> Callable[[], float]:
     """The same of LlamaForCausalLM, under DDP when there are several processes."""
     import torch
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(**MODEL, attn_implementation="sdpa", tie_word_embeddings=False, use_cache=False)
-    )
+    settings: dict[str, Any] = {
+        **MODEL,
+        "attn_implementation": "sdpa",
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**settings))
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model

@@ -35,7 +35,8 @@ DYNAMIC = {
 
 NEEDS_TORCH = (
     "checkpoint/read.py", "checkpoint/snapshots.py", "checkpoint/state.py", "checkpoint/write.py",
-    "comm/agreement.py", "comm/collectives.py", "comm/differentiable.py", "comm/group.py", "comm/p2p.py", "comm/process_groups.py",
+    "comm/agreement.py", "comm/collectives.py", "comm/differentiable.py", "comm/group.py", "comm/p2p.py",
+    "comm/process_groups.py",
     "kernels/",
     "models/batch.py", "models/llama.py", "models/rope.py", "models/transformer.py",
     "optim/optimizer.py",

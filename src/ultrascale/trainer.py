@@ -32,12 +32,13 @@ from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import describe, group_plan
 from ultrascale.observe import mfu
 from ultrascale.observe.console import Console, StartUp
-from ultrascale.observe.memory import peak_memory
+from ultrascale.observe.memory import keep_freed_memory, peak_memory
 from ultrascale.observe.run_folder import RunFolder, RunFolderError
 from ultrascale.parallel.replicas import check_replicas
 from ultrascale.step import StepResult, evaluate, step_batch, train_step
 
 FIRST_LOSS_TOLERANCE = 0.1
+SAME_SIGNAL_SECONDS = 5.0
 FINISHED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
 REFUSALS = (RunFolderError, DataError, CheckpointError)
@@ -48,6 +49,7 @@ def run(config: Config, *, device: str, rank: int, world_size: int, local_rank: 
     place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
     if place.type == "cuda":
         torch.cuda.set_device(place)
+    keep_freed_memory()
     if world_size > 1:
         timeout = timedelta(seconds=config.parallel.timeout_seconds)
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timeout)
@@ -85,7 +87,7 @@ class Trainer:
         plan = group_plan(self.mesh, config)
         self.groups = create(self.mesh, plan, self.ledger, config.parallel.timeout_seconds)
         self.console = Console(config.run.steps, rank=rank, every=config.observe.console_every)
-        self._stop_asked = False
+        self._stop_asked, self._asked_at = False, 0.0
         self.folder = self._claim_folder()
         self.step = self.folder.last_step
         try:
@@ -130,13 +132,13 @@ class Trainer:
             result = train_step(self.assembly, batch, step, lambda: self._stop_asked)
             if not result.finite:
                 return self._stop(step - 1, f"loss or gradient of step {step} is not finite", saved)
-            self.step = step
+            self.step, seconds = step, time.perf_counter() - begun
             if step == first:
                 # Every step makes the same calls; one that evaluates or saves would show others too.
                 self.folder.write_ledger(self.ledger.summary())
                 self._check_first_loss(result)
             validation = self._evaluate() if _due(step, config.evaluation.every) else None
-            self._record(result, time.perf_counter() - begun, validation)
+            self._record(result, seconds, validation)
             if _due(step, config.observe.replica_check_every):
                 check_replicas(self.assembly.gradients)
             if _due(step, config.checkpoint.every) or (step == config.run.steps and config.checkpoint.every):
@@ -244,10 +246,15 @@ class Trainer:
         return STOPPED
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Noted here, agreed on by all ranks at the end of the step; a second one ends the process at once."""
-        if self._stop_asked:
+        """Noted here, agreed on by all ranks at the end of the step; a later second one ends the process at once.
+
+        Launchers pass a signal on and send it themselves too: what comes at the same time is the same wish.
+        """
+        now = time.monotonic()
+        if self._stop_asked and now - self._asked_at > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
-        self._stop_asked = True
+        if not self._stop_asked:
+            self._stop_asked, self._asked_at = True, now
 
     # ---- parts of a step ------------------------------------------------------------------------------------------
 

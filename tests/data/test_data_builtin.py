@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from ultrascale.data.builtin import Uneven, open_stdlib, stdlib_prefix
 from ultrascale.data.corpus import InputFile
 from ultrascale.data.errors import DataError
 from ultrascale.data.loader import NO_TARGET, Data
-from ultrascale.data.prepare import is_held_out
+from ultrascale.data.prepare import is_held_out, prepare
 from ultrascale.data.tokenizer import ByteTokenizer
 
 
@@ -54,6 +55,12 @@ def test_the_two_sides_of_the_standard_library_are_all_of_it_and_apart(library: 
     assert not any("never" in text for text in train + held_out)
 
 
+def test_prepare_takes_it_by_name_and_splits_it_alike(library: Path, tmp_path: Path) -> None:
+    prepared = prepare(["builtin:stdlib"], tmp_path / "own" / "tokens", validation_fraction=0.02)
+    assert prepared.train.documents == len(texts(False))
+    assert prepared.validation is None or prepared.validation.documents == len(texts(True))
+
+
 def test_a_second_use_builds_nothing(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = stdlib_prefix(ByteTokenizer(), False)
     monkeypatch.setattr(builtin, "_build", lambda *given: pytest.fail("built again"))
@@ -71,7 +78,7 @@ def test_other_sources_get_another_folder(library: Path) -> None:
 
 def ask(root: str, cache: str, start: object) -> None:
     os.environ["ULTRASCALE_CACHE"] = cache
-    setattr(builtin.sysconfig, "get_path", lambda name: root)  # noqa: B010 (a module of the child alone)
+    sysconfig.get_path = lambda name: root  # type: ignore[assignment, misc]  # of the child alone
     start.wait()  # type: ignore[attr-defined]
     assert open_stdlib(ByteTokenizer(), False).documents > 50
 

@@ -10,14 +10,13 @@ import os
 import secrets
 import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.data.corpus import InputFile
+from ultrascale.data.corpus import STDLIB, InputFile, stdlib_files
 from ultrascale.data.errors import DataError
 from ultrascale.data.indexed import IndexedDataset
 from ultrascale.data.permutation import KeyedPermutation, derive_key, stream64
@@ -28,13 +27,11 @@ from ultrascale.data.writer import sync_folder
 
 Ints = NDArray[np.int64]
 
-STDLIB = "builtin:stdlib"
 UNEVEN = "builtin:uneven"
 BUILTINS = (STDLIB, UNEVEN)
 CACHE_VARIABLE = "ULTRASCALE_CACHE"
 STDLIB_VALIDATION_FRACTION = 0.02
 _CACHE_FORMAT = 1  # raised when the files made from the same text would differ
-_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 def cache_folder() -> Path:
@@ -53,7 +50,7 @@ def stdlib_prefix(tokenizer: Tokenizer, validation: bool) -> Path:
 
     Raises DataError when the cache cannot be written.
     """
-    files = _stdlib_files()
+    files = stdlib_files()
     folder = cache_folder() / f"stdlib-{_stdlib_key(files, tokenizer)}"
     if not folder.is_dir():
         try:
@@ -127,20 +124,6 @@ class Uneven:
         key = derive_key("uneven counts", self.seed, self.side, batch)
         level = int(KeyedPermutation(self.global_size, key)(np.array([slot], np.int64))[0])
         return max(1, level * self.sequence_length // self.global_size) if level else 0
-
-
-def _stdlib_files() -> list[InputFile]:
-    root = Path(sysconfig.get_path("stdlib"))
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
-        for name in sorted(names):
-            path = Path(folder, name)
-            if name.endswith(".py") and path.is_file() and not path.is_symlink():
-                found.append(InputFile(path, path.stat().st_size, optional=True))
-    if not found:
-        raise DataError(f"{root}: this Python has no standard library in source, so there is no {STDLIB}; use a prefix")
-    return sorted(found, key=lambda file: file.path.relative_to(root).as_posix())
 
 
 def _stdlib_key(files: list[InputFile], tokenizer: Tokenizer) -> str:

@@ -94,7 +94,7 @@ def _add_prepare(commands: Any) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text files, .jsonl or .jsonl.gz (a document a line), or folders",
+        help="text files, .jsonl or .jsonl.gz (a document a line), folders, or builtin:stdlib",
     )
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, …")
     parser.add_argument(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,9 @@ JSONL_ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 LARGEST_DOCUMENT = 1 << 28  # bytes; tokenizers take several times that in memory
 PIECE_BYTES = 1 << 20
 PIECE_ITEMS = 1024
+STDLIB = "builtin:stdlib"
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,16 @@ class InputFile:
 def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
     """The files of a corpus: those named, and all in the folders named, sorted by path within each folder.
 
-    Hidden files and folders, __pycache__, node_modules and links in a folder are left out.
+    Hidden files and folders, __pycache__, node_modules and links in a folder are left out. builtin:stdlib is the
+    source of this Python's standard library.
     Raises DataError for an input that is missing or a file named twice, and when nothing is found.
     """
     found: list[InputFile] = []
     for given in inputs:
         path = Path(given)
-        if path.is_dir():
+        if given == STDLIB:
+            found += stdlib_files()
+        elif path.is_dir():
             found += [InputFile(file, file.stat().st_size, True) for file in _walk(path)]
         elif path.is_file():
             found.append(InputFile(path, path.stat().st_size, False))
@@ -79,6 +86,21 @@ def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
             raise DataError(f"{file.path}: is named twice; its documents would count double")
         seen.add(resolved)
     return found
+
+
+def stdlib_files() -> list[InputFile]:
+    """The .py files of this Python's standard library, sorted by path. Raises DataError when it has none."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _NOT_STDLIB)
+        for name in sorted(names):
+            path = Path(folder, name)
+            if name.endswith(".py") and path.is_file() and not path.is_symlink():
+                found.append(InputFile(path, path.stat().st_size, optional=True))
+    if not found:
+        raise DataError(f"{root}: this Python has no standard library in source, so there is no {STDLIB}; use a prefix")
+    return sorted(found, key=lambda file: file.path.relative_to(root).as_posix())
 
 
 def pieces(files: Sequence[InputFile], text_field: str = "text", separator: str | None = None) -> Iterator[Piece]:

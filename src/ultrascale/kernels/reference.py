@@ -19,7 +19,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
     returns  y as x, and 1/rms [..., 1] in wide precision, kept for backward
     """
     x_wide = x.to(wide(x.dtype))
-    inverse_rms = torch.rsqrt(x_wide.square().mean(dim=-1, keepdim=True).add_(eps))
+    mean_square = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    inverse_rms = mean_square.add_(eps).rsqrt_()
     y = (x_wide * inverse_rms).mul_(weight)
     return y.to(x.dtype), inverse_rms
 
@@ -29,12 +30,13 @@ def rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx as x, dweight [hidden] in wide precision)."""
     dtype = inverse_rms.dtype
+    weight_wide = weight.to(dtype)
     normal = x.to(dtype) * inverse_rms
     dy_wide = dy.to(dtype)
-    dweight = (dy_wide * normal).flatten(0, -2).sum(dim=0)
-    scaled = dy_wide * weight
-    projection = (scaled * normal).mean(dim=-1, keepdim=True)
-    dx = torch.addcmul(scaled, normal, projection, value=-1.0).mul_(inverse_rms)
+    product = dy_wide * normal
+    dweight = product.flatten(0, -2).sum(dim=0)
+    projection = product.matmul(weight_wide).unsqueeze(-1).div_(x.shape[-1])
+    dx = torch.addcmul(dy_wide * weight_wide, normal, projection, value=-1.0).mul_(inverse_rms)
     return dx.to(x.dtype), dweight
 
 
@@ -51,13 +53,10 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """Gradient of `gate_up` [..., 2 · ffn]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
     out = torch.empty_like(gate_up)
     dgate, dup = out.chunk(2, dim=-1)
-    torch.mul(dy, silu, out=dup)
-    # d silu(g) = σ(g) · (1 + g · (1 − σ(g))) = σ + silu · (1 − σ)
-    torch.mul(dy * up, torch.addcmul(sigmoid, silu, 1.0 - sigmoid), out=dgate)
+    torch.mul(dy, F.silu(gate), out=dup)
+    torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
     return out
 
 

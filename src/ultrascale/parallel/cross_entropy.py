@@ -17,8 +17,8 @@ from ultrascale.comm.group import Group
 from ultrascale.parallel.passes import Pass
 from ultrascale.precision.policy import wide
 
-CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
-"""Logits made at a time, by device type: small enough for a core's cache, large enough for a full-speed GEMM."""
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
+"""Logits made at a time, by device type. Below 16 MiB the weight gradient's GEMM is too flat to run at full speed."""
 KEEP_BYTES = 128 << 20
 """Up to this size the logits of a micro-batch are kept for backward; above it they are computed again."""
 

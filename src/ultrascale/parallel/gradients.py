@@ -32,6 +32,9 @@ from ultrascale.precision.policy import Policy
 ALIGNMENT = 64
 """Elements to which a stored tensor's start is aligned in its bucket: GEMMs read aligned rows."""
 
+NORM_PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements whose norm is taken at a time, by device type: converted in a core's cache, or in few launches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -304,7 +307,10 @@ class Gradients:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for bucket in self.buckets:
             for start, stop in runs(span for span in bucket.spans if self.counts(bucket, span)):
-                total += torch.linalg.vector_norm(bucket.gradients[start:stop], dtype=torch.float64).square()
+                # In float64, so that the norm does not depend on how elements are grouped; piece by piece, since each
+                # piece is converted whole.
+                for piece in bucket.gradients[start:stop].split(NORM_PIECE[device.type]):
+                    total += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
         return total
 
     def publish(self) -> None:
