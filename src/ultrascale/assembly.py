@@ -146,6 +146,13 @@ def check_build(assembly: Assembly) -> int:
     return total
 
 
+def check_gradients(assembly: Assembly) -> None:
+    """After a step: every parameter of the model has had a gradient; collective. Raises BuildError that names the others."""
+    lost = gather_json(assembly.gradients.untouched(), assembly.groups.world)
+    if names := sorted({name for part in lost for name in part}):
+        raise BuildError(f"no gradient reached {', '.join(names)}: the model does not use what it declares")
+
+
 def _tie_groups(config: Config, mesh: Mesh, rank: int, groups: Groups) -> dict[str, Group]:
     """The group over the stages that hold copies of the word embeddings, where this rank holds one."""
     last = config.parallel.pp - 1

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultrascale.assembly import assemble, check_build
+from ultrascale.assembly import assemble, check_build, check_gradients
 from ultrascale.checkpoint.boxes import CheckpointError
 from ultrascale.checkpoint.snapshots import Snapshots
 from ultrascale.comm import collectives
@@ -136,6 +136,7 @@ class Trainer:
             if step == first:
                 # Every step makes the same calls; one that evaluates or saves would show others too.
                 self.folder.write_ledger(self.ledger.summary())
+                check_gradients(self.assembly)
                 self._check_first_loss(result)
             validation = self._evaluate() if _due(step, config.evaluation.every) else None
             self._record(result, seconds, validation)

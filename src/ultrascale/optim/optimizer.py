@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ultrascale.config.schema import Config
-from ultrascale.parallel.gradients import Bucket, Gradients, runs
+from ultrascale.parallel.gradients import Bucket, Gradients, Span, runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,18 @@ class Segment:
 def segments(buckets: list[Bucket]) -> Iterator[Segment]:
     """The classes of every bucket, in order."""
     for bucket in buckets:
-        classes = dict.fromkeys((span.layout.decay, span.layout.lr_scale) for span in bucket.spans)
-        for decay, lr_scale in classes:
-            same = (s for s in bucket.spans if (s.layout.decay, s.layout.lr_scale) == (decay, lr_scale))
-            for start, stop in runs(same):
+        for decay, lr_scale in dict.fromkeys(_class(span) for span in bucket.spans):
+            same = partial(_is_of, (decay, lr_scale))
+            for start, stop in runs(bucket.spans, same):
                 yield Segment(bucket, start, stop, decay, lr_scale)
+
+
+def _class(span: Span) -> tuple[bool, float]:
+    return span.layout.decay, span.layout.lr_scale
+
+
+def _is_of(wanted: tuple[bool, float], span: Span) -> bool:
+    return _class(span) == wanted
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:

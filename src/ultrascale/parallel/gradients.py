@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -306,7 +307,7 @@ class Gradients:
         device = self.buckets[0].gradients.device if self.buckets else torch.device("cpu")
         total = torch.zeros((), dtype=torch.float64, device=device)
         for bucket in self.buckets:
-            for start, stop in runs(span for span in bucket.spans if self.counts(bucket, span)):
+            for start, stop in runs(bucket.spans, partial(self.counts, bucket)):
                 # In float64, so that the norm does not depend on how elements are grouped; piece by piece, since each
                 # piece is converted whole.
                 for piece in bucket.gradients[start:stop].split(NORM_PIECE[device.type]):
@@ -320,15 +321,20 @@ class Gradients:
                 bucket.parameters.copy_(bucket.masters)
 
 
-def runs(spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """(start, stop) of neighbouring spans merged, over the alignment gaps too: those hold zeros for ever."""
-    runs: list[tuple[int, int]] = []
+def runs(spans: Iterable[Span], chosen: Callable[[Span], bool]) -> list[tuple[int, int]]:
+    """(start, stop) of the chosen spans of a bucket, neighbours merged.
+
+    The alignment gap between two neighbours is part of a run: it holds zeros for ever. A span that is not chosen is part
+    of none, however small.
+    """
+    merged: list[tuple[int, int]] = []
+    follows = False
     for span in spans:
-        if runs and span.start - runs[-1][1] < ALIGNMENT:
-            runs[-1] = (runs[-1][0], span.stop)
-        else:
-            runs.append((span.start, span.stop))
-    return runs
+        if chosen(span):
+            start = merged.pop()[0] if follows else span.start
+            merged.append((start, span.stop))
+        follows = chosen(span)
+    return merged
 
 
 def _bucket_key(stored: Stored, mesh: Mesh) -> tuple[tuple[str, ...], str | None]:

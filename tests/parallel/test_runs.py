@@ -1,0 +1,40 @@
+"""Runs of a flat bucket hold what was chosen, whole, and nothing that was not."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultrascale.parallel.gradients import ALIGNMENT, Span, runs
+from ultrascale.parallel.layout import Constant, Layout, Use
+
+
+def layout(name: str) -> Layout:
+    return Layout(
+        name=name, shape=(1,), split={}, used_in=Use.WHOLE, tie=None, init=Constant(0.0), decay=True, lr_scale=1.0, pad_to={}
+    )  # fmt: skip
+
+
+# Tensors of one or several members, many of them smaller than the alignment.
+tensors = st.lists(st.lists(st.integers(1, 2 * ALIGNMENT), min_size=1, max_size=3), min_size=1, max_size=8)
+
+
+@given(tensors, st.integers(0, 2**24 - 1))
+def test_a_run_never_holds_an_element_of_a_span_that_was_not_chosen(sizes: list[list[int]], choice: int) -> None:
+    spans, start = [], 0
+    for members in sizes:
+        for size in members:
+            spans.append(Span(layout(str(len(spans))), start, start + size, (size,)))
+            start += size
+        start = -(-start // ALIGNMENT) * ALIGNMENT
+    chosen = {span.layout.name for number, span in enumerate(spans) if choice >> number & 1}
+    owner = {i: span.layout.name for span in spans for i in range(span.start, span.stop)}
+    found = [
+        owner[i]
+        for start, stop in runs(spans, lambda span: span.layout.name in chosen)
+        for i in range(start, stop)
+        if i in owner
+    ]
+    assert found == [
+        span.layout.name for span in spans if span.layout.name in chosen for _ in range(span.stop - span.start)
+    ]
