@@ -10,9 +10,7 @@ from ultrascale.parallel.layout import Constant, Layout, Use
 
 
 def layout(name: str) -> Layout:
-    return Layout(
-        name=name, shape=(1,), split={}, used_in=Use.WHOLE, tie=None, init=Constant(0.0), decay=True, lr_scale=1.0, pad_to={}
-    )  # fmt: skip
+    return Layout(name, (1,), {}, Use.WHOLE, None, Constant(0.0), decay=True, lr_scale=1.0, pad_to={})
 
 
 # Tensors of one or several members, many of them smaller than the alignment.
@@ -21,7 +19,8 @@ tensors = st.lists(st.lists(st.integers(1, 2 * ALIGNMENT), min_size=1, max_size=
 
 @given(tensors, st.integers(0, 2**24 - 1))
 def test_a_run_never_holds_an_element_of_a_span_that_was_not_chosen(sizes: list[list[int]], choice: int) -> None:
-    spans, start = [], 0
+    spans: list[Span] = []
+    start = 0
     for members in sizes:
         for size in members:
             spans.append(Span(layout(str(len(spans))), start, start + size, (size,)))
@@ -29,12 +28,8 @@ def test_a_run_never_holds_an_element_of_a_span_that_was_not_chosen(sizes: list[
         start = -(-start // ALIGNMENT) * ALIGNMENT
     chosen = {span.layout.name for number, span in enumerate(spans) if choice >> number & 1}
     owner = {i: span.layout.name for span in spans for i in range(span.start, span.stop)}
-    found = [
-        owner[i]
-        for start, stop in runs(spans, lambda span: span.layout.name in chosen)
-        for i in range(start, stop)
-        if i in owner
-    ]
-    assert found == [
-        span.layout.name for span in spans if span.layout.name in chosen for _ in range(span.stop - span.start)
-    ]
+    found: list[str] = []
+    for begin, end in runs(spans, lambda span: span.layout.name in chosen):
+        found += [owner[i] for i in range(begin, end) if i in owner]
+    wanted = [span for span in spans if span.layout.name in chosen]
+    assert found == [span.layout.name for span in wanted for _ in range(span.stop - span.start)]
