@@ -324,8 +324,8 @@ class Gradients:
 def runs(spans: Iterable[Span], chosen: Callable[[Span], bool]) -> list[tuple[int, int]]:
     """(start, stop) of the chosen spans of a bucket, neighbours merged.
 
-    The alignment gap between two neighbours is part of a run: it holds zeros for ever. A span that is not chosen is part
-    of none, however small.
+    The alignment gap between two neighbours is part of a run: it holds zeros for ever. A span that is not chosen is
+    part of none, however small.
     """
     merged: list[tuple[int, int]] = []
     follows = False
