@@ -158,6 +158,40 @@ def transformers_steps(sequences: int = 4) -> Callable[[], float]:
     return run
 
 
+PARTS = {
+    "matrix products of layers, head and weight gradients": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"),
+    "attention (PyTorch's flash kernel for CPU), forward and backward": ("aten::_scaled_dot_product",),
+    "exponentials and sums of the loss": ("aten::exp_", "aten::amax", "aten::sum", "aten::sub_", "aten::gather"),
+    "optimizer, norm, zeroing": (
+        "aten::sqrt",
+        "aten::addcdiv_",
+        "aten::addcmul_",
+        "aten::linalg_vector_norm",
+        "aten::fill_",
+    ),
+}
+
+
+def profile() -> None:
+    """Prints the shares of a step of one process, by torch's profiler."""
+    import torch
+
+    torch.set_num_threads(1)
+    step = ultrascale_steps(LAYOUTS["one"][2])
+    step()
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    shares = dict.fromkeys([*PARTS, "everything else"], 0.0)
+    for event in profiler.key_averages():
+        exact = next((part for part, names in PARTS.items() if event.key in names), None)
+        prefix = next((part for part, names in PARTS.items() if event.key.startswith(names[0] + "_")), None)
+        shares[exact or prefix or "everything else"] += event.self_cpu_time_total
+    total = sum(shares.values())
+    for part, time_ in shares.items():
+        print(f"{part:66} {time_ / total:6.1%}")
+
+
 def worker(name: str) -> None:
     """One process of one contestant: runs a step for each line on standard input, and answers with a line."""
     import torch
@@ -233,10 +267,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="counted steps of each contestant (default 8)")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated names")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    parser.add_argument("--profile", action="store_true", help="print where the time of one process goes, and end")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments.worker)
+        return 0
+
+    if arguments.profile:
+        profile()
         return 0
 
     import torch

@@ -147,7 +147,7 @@ def check_build(assembly: Assembly) -> int:
 
 
 def check_gradients(assembly: Assembly) -> None:
-    """After a step: every parameter has had a gradient; collective. Raises BuildError that names those that had none."""
+    """After a step every parameter has had a gradient; collective. Raises BuildError that names those that had none."""
     lost = gather_json(assembly.gradients.untouched(), assembly.groups.world)
     if names := sorted({name for part in lost for name in part}):
         raise BuildError(f"no gradient reached {', '.join(names)}: the model does not use what it declares")
