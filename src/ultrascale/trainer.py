@@ -168,6 +168,9 @@ class Trainer:
     def _resume(self) -> int:
         """Restores the checkpoint that run.resume means; returns the step it was taken after, 0 for none."""
         found = self.snapshots.find(self.config.run.resume)
+        for reason in self.snapshots.passed_over:
+            self.folder.event("checkpoint_passed_over", reason=reason)
+            self.console.say(f"notice: a newer checkpoint is not whole and is passed over: {reason}")
         if found is None:
             # A finished run that saved nothing is finished all the same; one that is to go on further cannot.
             done = collectives.gather_json(self.folder.finished_step, self.groups.world)[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.checkpoint.boxes import CheckpointError
-from ultrascale.checkpoint.folder import folder_name, latest, retain, set_aside_after, sweep
+from ultrascale.checkpoint.folder import folder_name, latest, retain, set_aside_after, sweep, torn
 from ultrascale.checkpoint.manifest import Manifest
 from ultrascale.checkpoint.read import Verify, load, open_manifest
 from ultrascale.checkpoint.state import state_boxes
@@ -38,6 +38,8 @@ class Snapshots:
     ) -> None:
         self.optimizer, self.root, self.header = optimizer, root, dict(header)
         self.world, self.keep, self.verify = world, keep, verify
+        self.passed_over: list[str] = []
+        """Why folders that are newer than the one that `find` found are not taken; rank 0 knows."""
 
     def save(self, step: int, data_position: Mapping[str, Any]) -> Path:
         """Saves the state after `step`; collective. A whole checkpoint of that step that is there already is kept."""
@@ -59,6 +61,7 @@ class Snapshots:
     def _find(self, resume: str) -> Path | None:
         sweep(self.root)
         own = latest(self.root)
+        self.passed_over = [str(reason) for reason in torn(self.root)]
         if resume in ("auto", "never"):
             return own
         path = Path(resume)
