@@ -153,6 +153,18 @@ def check_gradients(assembly: Assembly) -> None:
         raise BuildError(f"no gradient reached {', '.join(names)}: the model does not use what it declares")
 
 
+def check_finite(assembly: Assembly) -> None:
+    """Masters are finite, or nothing is saved over a healthy checkpoint; collective. Raises BuildError with names."""
+    bad = [
+        span.layout.name
+        for bucket in assembly.gradients.buckets
+        for span in bucket.spans
+        if not bool(bucket.masters[span.start : span.stop].isfinite().all())
+    ]
+    if names := sorted({name for part in gather_json(bad, assembly.groups.world) for name in part}):
+        raise BuildError(f"{', '.join(names[:8])} hold values that are not finite: nothing is saved of them")
+
+
 def _tie_groups(config: Config, mesh: Mesh, rank: int, groups: Groups) -> dict[str, Group]:
     """The group over the stages that hold copies of the word embeddings, where this rank holds one."""
     last = config.parallel.pp - 1

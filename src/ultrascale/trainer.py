@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import platform
 import signal
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultrascale.assembly import assemble, check_build, check_gradients
+from ultrascale.assembly import assemble, check_build, check_finite, check_gradients
 from ultrascale.checkpoint.boxes import CheckpointError
 from ultrascale.checkpoint.snapshots import Snapshots
 from ultrascale.comm import collectives
@@ -30,6 +31,7 @@ from ultrascale.data.errors import DataError
 from ultrascale.data.loader import Data, differences
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import describe, group_plan
+from ultrascale.models.family import FamilyError
 from ultrascale.observe import mfu
 from ultrascale.observe.console import Console, StartUp
 from ultrascale.observe.memory import keep_freed_memory, peak_memory
@@ -38,10 +40,15 @@ from ultrascale.parallel.replicas import check_replicas
 from ultrascale.step import StepResult, evaluate, step_batch, train_step
 
 FIRST_LOSS_TOLERANCE = 0.1
+ECHO_SECONDS = 1.0
 SAME_SIGNAL_SECONDS = 5.0
 FINISHED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
-REFUSALS = (RunFolderError, DataError, CheckpointError)
+AFTER_NOT_FINITE = (
+    "the same settings come to the same end: look at optimizer.lr, precision.compute, model.initializer_range and "
+    "the data"
+)
+REFUSALS = (RunFolderError, DataError, CheckpointError, FamilyError)
 
 
 def run(config: Config, *, device: str, rank: int, world_size: int, local_rank: int) -> int:
@@ -73,7 +80,11 @@ def run(config: Config, *, device: str, rank: int, world_size: int, local_rank: 
             trainer.failed(error, FAILED)
         raise
     finally:
+        if trainer is not None:
+            trainer.let_go()
         if world_size > 1:
+            del trainer
+            gc.collect()
             dist.destroy_process_group()
 
 
@@ -88,6 +99,7 @@ class Trainer:
         self.groups = create(self.mesh, plan, self.ledger, config.parallel.timeout_seconds)
         self.console = Console(config.run.steps, rank=rank, every=config.observe.console_every)
         self._stop_asked, self._asked_at = False, 0.0
+        self._handlers: dict[int, Any] = {}
         self.folder = self._claim_folder()
         self.step = self.folder.last_step
         try:
@@ -103,6 +115,7 @@ class Trainer:
         self.data = together(lambda: Data(config), self.groups.world, DataError)
         self._same_data_everywhere()
         self.assembly = assemble(config, self.mesh, rank, self.groups, device)
+        self.folder.forget_failures()
         self.snapshots = Snapshots(
             self.assembly.optimizer,
             self.folder.checkpoints,
@@ -131,7 +144,7 @@ class Trainer:
             batch = step_batch(self.assembly, self._arrays(step))
             result = train_step(self.assembly, batch, step, lambda: self._stop_asked)
             if not result.finite:
-                return self._stop(step - 1, f"loss or gradient of step {step} is not finite", saved)
+                return self._stop(step - 1, f"loss or gradient of step {step} is not finite", saved, AFTER_NOT_FINITE)
             self.step, seconds = step, time.perf_counter() - begun
             if step == first:
                 # Every step makes the same calls; one that evaluates or saves would show others too.
@@ -165,6 +178,16 @@ class Trainer:
             if changed := differences(other, mine):
                 raise DataError(f"rank {rank} reads other data than rank {self.rank}: {'; '.join(changed)}")
 
+    def let_go(self) -> None:
+        """Gives the signals back and ends the groups.
+
+        A signal handler would keep this object, and with it gloo's threads, alive until the interpreter is torn down;
+        a thread that then wants to drop a tensor aborts a process that has finished its work.
+        """
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self.groups.destroy()
+
     def _resume(self) -> int:
         """Restores the checkpoint that run.resume means; returns the step it was taken after, 0 for none."""
         found = self.snapshots.find(self.config.run.resume)
@@ -174,12 +197,21 @@ class Trainer:
         if found is None:
             # A finished run that saved nothing is finished all the same; one that is to go on further cannot.
             done = collectives.gather_json(self.folder.finished_step, self.groups.world)[0]
-            return done if done >= self.config.run.steps else 0
+            if done >= self.config.run.steps:
+                return done
+            if self.folder.last_step:
+                self.console.say(
+                    f"notice: {self.folder.last_step} steps were done here and none was saved: from step 1"
+                )
+            return 0
         step = self.snapshots.restore(found).step
+        for path in self.snapshots.set_aside:
+            self.console.say(f"notice: back to step {step}, {path} is set aside; run.resume=auto goes on from here")
         self.folder.event("resume", step=step, checkpoint=str(found))
         return step
 
     def _save(self, step: int) -> None:
+        check_finite(self.assembly)
         self.folder.sync()
         begun = time.perf_counter()
         folder = self.snapshots.save(step, self.data.position(step))
@@ -189,7 +221,7 @@ class Trainer:
     def _start(self) -> None:
         config, assembly = self.config, self.assembly
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            self._handlers[number] = signal.signal(number, self._on_signal)
         self.parameters = check_build(assembly)
         check_replicas(assembly.gradients)
         self.folder.write_config(config_tree(config))
@@ -227,6 +259,11 @@ class Trainer:
     def failed(self, error: Exception, exit_code: int) -> None:
         """Says in the run folder how this ended, when it did not end well."""
         reason = f"rank {self.rank}: {type(error).__name__}: {error}"
+        self.folder.failure(reason)
+        if isinstance(error, RuntimeError) and self.rank == 0 and self.mesh.world_size > 1:
+            # Likely only the echo of another rank's failure: the connection broke. That rank is writing why.
+            time.sleep(ECHO_SECONDS)
+            reason = self.folder.first_failure() or reason
         self.folder.status("failed", self.step, reason, exit_code)
         self.folder.event("failure", step=self.step, reason=reason)
         self.console.close()
@@ -237,16 +274,17 @@ class Trainer:
         self.folder.status("finished", self.step, exit_code=FINISHED)
         self.folder.event("finish", step=self.step)
         self.console.close()
+        self.console.say(f"finished at step {self.step}; the run lies in {self.folder.path}")
         return FINISHED
 
-    def _stop(self, step: int, reason: str, saved: int) -> int:
+    def _stop(self, step: int, reason: str, saved: int, way_on: str = "run.resume=auto goes on from there") -> int:
         """Stops on purpose, with the state of `step` saved."""
         if saved != step and step > 0:
             self._save(step)
         self.folder.status("stopped", step, reason, STOPPED)
         self.folder.event("stop", step=step, reason=reason)
         self.console.close()
-        self.console.say(f"stopped after step {step}: {reason}; the same command goes on from there")
+        self.console.say(f"stopped after step {step}: {reason}; {way_on}")
         return STOPPED
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

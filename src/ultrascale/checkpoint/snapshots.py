@@ -38,11 +38,13 @@ class Snapshots:
     ) -> None:
         self.optimizer, self.root, self.header = optimizer, root, dict(header)
         self.world, self.keep, self.verify = world, keep, verify
+        self.set_aside: list[str] = []
+        """Later checkpoints that `restore` moved out of the way; rank 0 knows."""
         self.passed_over: list[str] = []
         """Why folders that are newer than the one that `find` found are not taken; rank 0 knows."""
 
     def save(self, step: int, data_position: Mapping[str, Any]) -> Path:
-        """Saves the state after `step`; collective. A whole checkpoint of that step that is there already is kept."""
+        """Saves the state after `step`; collective. Raises CheckpointError as `checkpoint.write.save` does."""
         folder = self.root / folder_name(step)
         header = {"step": step, "data_position": dict(data_position), **self.header}
         with self.world.ledger.during("checkpoint"):
@@ -62,14 +64,17 @@ class Snapshots:
         sweep(self.root)
         own = latest(self.root)
         self.passed_over = [str(reason) for reason in torn(self.root)]
+        if own is None and self.passed_over:
+            raise CheckpointError(
+                f"{self.root} holds checkpoints, and none is whole: {'; '.join(self.passed_over)}; mend them, or move "
+                "them away to start from step 0"
+            )
         if resume in ("auto", "never"):
             return own
         path = Path(resume)
         if not path.exists():
             raise CheckpointError(f"run.resume={resume}: there is no such checkpoint or run folder")
         if path.resolve().parent == self.root.resolve():
-            # Back to an earlier step of this very run: what came after it is set aside, not overwritten.
-            set_aside_after(self.root, open_manifest(path).step)
             return path
         if own is not None:
             # A run that was started from elsewhere and has saved since goes on from its own.
@@ -98,6 +103,9 @@ class Snapshots:
         # A rank alone may find damage in what only it reads; then none may go on.
         manifest = together(fill, self.world, CheckpointError)
         self.optimizer.gradients.publish()
+        if self.world.index == 0 and folder.resolve().parent == self.root.resolve():
+            # Back to an earlier step of this very run: what came after it is set aside, not overwritten.
+            self.set_aside = [str(path) for path in set_aside_after(self.root, manifest.step)]
         return manifest
 
     def _refuse_other_meaning(self, folder: Path, manifest: Manifest) -> None:

@@ -72,7 +72,16 @@ def _problems(config: Config, files: bool) -> list[Problem]:
 
 
 def _mesh_fitting(world_size: int, config: Config) -> Sequence[object]:
-    return importlib.import_module("ultrascale.mesh.factorise").fitting(world_size, config)
+    """Ways to cut the world that the check of layouts would let pass."""
+    fitting = importlib.import_module("ultrascale.mesh.factorise").fitting(world_size, config)
+    check = importlib.import_module("ultrascale.parallel.check").check
+    found = []
+    for cut in fitting:
+        sizes = {axis: getattr(cut, axis) for axis in ("dp", "tp", "cp", "pp", "ep")}
+        with_it = config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})
+        if not any(problem.kind == "error" for problem in check(resolve(with_it, world_size))):
+            found.append(cut)
+    return found
 
 
 def _located(problem: Problem, loaded: Loaded) -> Problem:

@@ -133,7 +133,7 @@ class Parallel(Section):
     """Bytes of gradients that are reduced at a time. Larger for slow links, smaller for more overlap."""
     deterministic_reduction: bool | Literal["auto"] = "auto"
     """Sum gradients in rank order, so that bucket sizes change no bit. auto = yes on CPU, no on CUDA."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e7)] = 600.0
     """Seconds after which a collective that hangs ends the run."""
 
 

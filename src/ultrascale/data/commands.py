@@ -161,7 +161,11 @@ def _print_prepared(prepared: Prepared, validation_fraction: float) -> None:
     rate = prepared.input_bytes / 1e6 / max(prepared.seconds, 1e-9)
     print(f"{prepared.input_bytes / 1e6:,.1f} MB in {prepared.seconds:.1f} s ({rate:,.1f} MB/s)")
     vocab_size = prepared.train.vocab_size
-    print(f"use with: data.train={prepared.prefix} data.tokenizer={prepared.tokenizer} model.vocab_size={vocab_size}")
+    validation = "" if prepared.validation is None else f" data.validation={prepared.prefix}.validation"
+    print(
+        f"use with: data.train={prepared.prefix}{validation} data.tokenizer={prepared.tokenizer} "
+        f"model.vocab_size={vocab_size}"
+    )
 
 
 def _info(args: argparse.Namespace) -> int:

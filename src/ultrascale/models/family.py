@@ -34,6 +34,10 @@ class StageModule(Protocol):
         """[seq (/ tp), batch, hidden] → the same; from the last stage {term: sum}, or logits without labels."""
 
 
+class FamilyError(Exception):
+    """model.family names nothing that can be loaded."""
+
+
 class Family(Protocol):
     """One model architecture."""
 
@@ -50,6 +54,12 @@ class Family(Protocol):
 
 
 def load_family(name: str) -> type[Family]:
-    """The class that `model.family` names; imports it (and with it torch)."""
+    """The class that `model.family` names; imports it (and with it torch).
+
+    Raises FamilyError when the module cannot be imported or has no such class.
+    """
     module, _, attribute = FAMILIES.get(name, name).partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise FamilyError(f"model.family={name} cannot be loaded: {error}") from error

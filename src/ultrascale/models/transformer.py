@@ -216,7 +216,8 @@ class Head(Module):
             self.weight,
             labels,
             self.shard,
-            self.smoothing,
+            # An evaluation asks how well the text is predicted, whatever training aims at.
+            self.smoothing if current.sink is not None else 0.0,
             build.tensor_group,
             build.sequence_parallel,
             current,

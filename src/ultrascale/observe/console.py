@@ -71,6 +71,8 @@ class StartUp:
         micro_batches = self.global_size // (self.replicas * self.micro_size)
         tokens = self.global_size * self.sequence_length
         begins = f", resumed at step {self.first_step}" if self.first_step > 1 else ""
+        if self.first_step > self.steps:
+            begins = f", finished already at step {self.first_step - 1}"
         return [
             ("run", f"{self.name} in {self.run_dir}"),
             ("mesh", f"{mesh} = {world} {'rank' if world == 1 else 'ranks'} on {self.device}"),

@@ -14,9 +14,12 @@ written at once, and a line that a crash tore is cut away by the next claim.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -133,6 +136,24 @@ class RunFolder:
         with open(self._timeline(), "a") as file:
             file.write(text)
 
+    def failure(self, reason: str) -> None:
+        """Says why this rank failed, in a file of its own: `failure-RANK.json`. Every rank may write one."""
+        with contextlib.suppress(OSError):
+            path = self.path / f"failure-{self._rank}.json"
+            path.write_text(_json({"time": time.time(), "rank": self._rank, "reason": reason}) + "\n")
+
+    def first_failure(self) -> str | None:
+        """What the rank said that failed first."""
+        found = [self._read(path.name) for path in self.path.glob("failure-*.json")]
+        found = [failure for failure in found if {"time", "reason"} <= failure.keys()]
+        return min(found, key=lambda failure: failure["time"])["reason"] if found else None
+
+    def forget_failures(self) -> None:
+        """Removes what an earlier start left."""
+        if self._writes:
+            for path in self.path.glob("failure-*.json"):
+                path.unlink(missing_ok=True)
+
     def event(self, event: str, *, step: int | None = None, **fields: Any) -> None:
         """Writes a line of events.jsonl: time (seconds since 1970), event, step, and what else there is to
         say."""
@@ -167,6 +188,23 @@ class RunFolder:
                     with open(self.path / name, "rb") as file:
                         os.fsync(file.fileno())
 
+    def _lock(self, way_out: str) -> None:
+        """Holds the folder for as long as this process lives: two runs in one would save over each other."""
+        self._lock_file = open(self.path / "run.lock", "a+")  # noqa: SIM115
+        try:
+            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            self._lock_file.seek(0)
+            raise RunFolderError(
+                f"run.dir={self.path} is in use by {self._lock_file.read().strip() or 'another process'}; "
+                f"wait for it, or {way_out}"
+            ) from error
+        except OSError:
+            return  # a file system without locks
+        self._lock_file.truncate(0)
+        self._lock_file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock_file.flush()
+
     def _claim(self, config: Mapping[str, Any], resume: str) -> None:
         way_out = "choose another folder with run.dir=… or run.name=…"
         try:
@@ -177,6 +215,7 @@ class RunFolder:
         except OSError as error:
             reason = error.strerror or error
             raise RunFolderError(f"run.dir={self.path} cannot be written: {reason}; {way_out}") from error
+        self._lock(way_out)
         if "tensors" in self._read("manifest.json"):
             raise RunFolderError(f"run.dir={self.path} is a checkpoint, not a run folder; {way_out}")
         if self._holds_a_run():

@@ -236,7 +236,9 @@ class Gradients:
         self._issued.append(bucket.reduction)
 
     def _sum(self, flat: torch.Tensor, group: Group) -> Reduction:
-        """SUM of a flat buffer over the group, issued."""
+        """SUM of a flat buffer over the group, issued. Where nothing travels, nothing is rounded."""
+        if group.size == 1:
+            return Reduction(group, Pending(flat), flat, flat)
         message = flat.to(self.policy.reduce)
         operation = collectives.deterministic_all_reduce if self.deterministic else collectives.all_reduce
         with group.ledger.during("reduce"):

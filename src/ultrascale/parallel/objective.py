@@ -35,9 +35,10 @@ class Objective:
     def scalar(self, sums: Mapping[str, torch.Tensor], denominators: Mapping[str, int]) -> torch.Tensor:
         """This micro-batch's share of the objective: what backward starts from."""
         total = None
-        for name in self.terms.keys() & sums.keys():
-            share = sums[name] * self.weight(name, denominators)
-            total = share if total is None else total + share
+        for name in self.terms:
+            if name in sums:
+                share = sums[name] * self.weight(name, denominators)
+                total = share if total is None else total + share
         assert total is not None, "a stage returned no terms"
         return total
 
