@@ -204,7 +204,8 @@ class Trainer:
                     f"notice: {self.folder.last_step} steps were done here and none was saved: from step 1"
                 )
             return 0
-        step = self.snapshots.restore(found).step
+        go_back = self.config.run.resume not in ("auto", "never")
+        step = self.snapshots.restore(found, go_back).step
         for path in self.snapshots.set_aside:
             self.console.say(f"notice: back to step {step}, {path} is set aside; run.resume=auto goes on from here")
         self.folder.event("resume", step=step, checkpoint=str(found))
@@ -259,7 +260,8 @@ class Trainer:
     def failed(self, error: Exception, exit_code: int) -> None:
         """Says in the run folder how this ended, when it did not end well."""
         reason = f"rank {self.rank}: {type(error).__name__}: {error}"
-        self.folder.failure(reason)
+        if exit_code == FAILED:
+            self.folder.failure(reason)
         if isinstance(error, RuntimeError) and self.rank == 0 and self.mesh.world_size > 1:
             # Likely only the echo of another rank's failure: the connection broke. That rank is writing why.
             time.sleep(ECHO_SECONDS)

@@ -34,7 +34,8 @@ def test_a_corpus_is_prepared_described_and_checked(
     assert data("prepare", source, "--output", prefix, "--workers", 1, "--validation-fraction", 0.2) == 0
     out = capsys.readouterr().out
     assert f"{prefix}.validation: " in out
-    assert f"use with: data.train={prefix} data.tokenizer=bytes model.vocab_size=257" in out
+    sides = f"data.train={prefix} data.validation={prefix}.validation"
+    assert f"use with: {sides} data.tokenizer=bytes model.vocab_size=257" in out
     assert data("info", prefix, f"{prefix}.validation") == 0
     out = capsys.readouterr().out
     for words in ("documents", "uint16", "max id           256", "mean length      8.7"):

@@ -44,6 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_folder_holds_these_files_and_no_others(run: Path) -> None:
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "manifest.json", "status.json", "metrics.jsonl", "events.jsonl", "ledger.json", "checkpoints",
+        "run.lock",
         "timeline-0.jsonl", "timeline-1.jsonl", "timeline-2.jsonl", "timeline-3.jsonl",
     }  # fmt: skip
     assert checkpoints(run) == ["step-00000002", "step-00000004"]

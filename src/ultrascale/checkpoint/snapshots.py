@@ -86,8 +86,10 @@ class Snapshots:
             return found
         return path
 
-    def restore(self, folder: Path) -> Manifest:
+    def restore(self, folder: Path, go_back: bool = False) -> Manifest:
         """Fills masters and moments from a checkpoint of any layout; collective.
+
+        go_back   whether this checkpoint was asked for by name: then later ones of the same run are set aside
 
         Raises CheckpointError when the checkpoint is damaged, is of another model, or was made under settings that
         would change what the run means.
@@ -103,8 +105,8 @@ class Snapshots:
         # A rank alone may find damage in what only it reads; then none may go on.
         manifest = together(fill, self.world, CheckpointError)
         self.optimizer.gradients.publish()
-        if self.world.index == 0 and folder.resolve().parent == self.root.resolve():
-            # Back to an earlier step of this very run: what came after it is set aside, not overwritten.
+        if go_back and self.world.index == 0 and folder.resolve().parent == self.root.resolve():
+            # To an earlier step of this very run: what came after it is set aside, not overwritten.
             self.set_aside = [str(path) for path in set_aside_after(self.root, manifest.step)]
         return manifest
 

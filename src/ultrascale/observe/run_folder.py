@@ -7,6 +7,7 @@
     events.jsonl    everything else that happens, one JSON object each
     ledger.json     bytes per step of each kind of collective
     checkpoints/
+    run.lock        held by the process that writes here; failure-RANK.json of ranks that failed
 
 Rank 0 writes. A whole file is replaced at once, so that a reader sees the old or the new one; a line is
 written at once, and a line that a crash tore is cut away by the next claim.
