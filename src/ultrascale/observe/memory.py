@@ -35,7 +35,7 @@ def keep_freed_memory() -> None:
     """Tells glibc to keep large blocks that are freed instead of handing each back to the kernel; elsewhere nothing.
 
     A step takes and frees thousands of tensors of some megabytes. By default each is mapped anew, and the kernel zeroes
-    it page by page: a tenth of a CPU step. GPUs do not care, as torch keeps their memory anyway.
+    it page by page. GPUs do not care, as torch keeps their memory anyway.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
