@@ -74,13 +74,12 @@ def ultrascale_steps(overrides: Mapping[str, object]) -> Callable[[], float]:
     import torch
     import torch.distributed as dist
 
-    from ultrascale.assembly import assemble
+    from ultrascale.assembly import assemble, planned_groups
     from ultrascale.comm.ledger import Ledger
     from ultrascale.comm.process_groups import create
     from ultrascale.config.resolve import resolve
     from ultrascale.config.schema import Config
     from ultrascale.mesh.axes import Mesh
-    from ultrascale.mesh.groups import group_plan
     from ultrascale.models.batch import MicroBatch
     from ultrascale.observe.memory import keep_freed_memory
     from ultrascale.step import train_step, with_denominators
@@ -100,7 +99,7 @@ def ultrascale_steps(overrides: Mapping[str, object]) -> Callable[[], float]:
     keep_freed_memory()  # as the trainer does
     config = resolve(Config.model_validate(tree), world)
     mesh, ledger = Mesh.of(config), Ledger()
-    assembly = assemble(config, mesh, rank, create(mesh, group_plan(mesh, config), ledger), torch.device("cpu"))
+    assembly = assemble(config, mesh, rank, create(mesh, planned_groups(config, mesh), ledger), torch.device("cpu"))
     replicas, micro = mesh.size(["dp"]), config.batch.micro_size
     generator = torch.Generator().manual_seed(mesh.index(rank, ["dp"]))
     step = 0

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -45,6 +46,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS
 PRELOAD = [
     "torch",
     "torch.distributed",
+    "torch._dynamo",  # torch imports it, and 800 modules with it, at the first recomputation
     "numpy",
     "pytest",
     "ultrascale.comm.collectives",
@@ -54,6 +56,9 @@ PRELOAD = [
     # Imported as they come to be; the server passes over those that are not there.
     "ultrascale.config.schema",
     "ultrascale.assembly",
+    "ultrascale.kernels.attention",
+    "ultrascale.kernels.reference",
+    "ultrascale.models.llama",
     "ultrascale.trainer",
 ]
 START_SECONDS = 60.0
@@ -109,13 +114,11 @@ class Pool:
     """`size` workers with one gloo process group over all of them."""
 
     def __init__(self, size: int) -> None:
-        os.environ.update(THREADS)
         self.size = size
         self.alive = True
         self._folder = Path(tempfile.mkdtemp(prefix="ultrascale-pool-"))
         self._workers: list[_Worker] = []
-        multiprocessing = get_context("forkserver")
-        multiprocessing.set_forkserver_preload([name for name in PRELOAD if _exists(name)])
+        multiprocessing = forking()
         for rank in range(size):
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.Process(target=_work, args=(rank, size, theirs, str(self._folder)), daemon=True)
@@ -235,6 +238,14 @@ def close_pools() -> None:
     _pools.clear()
 
 
+def forking() -> Any:
+    """The multiprocessing context whose processes are forked from the server that has imported torch."""
+    os.environ.update(THREADS)
+    context = get_context("forkserver")
+    context.set_forkserver_preload([name for name in PRELOAD if _exists(name)])
+    return context
+
+
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -258,6 +269,8 @@ def _work(rank: int, size: int, pipe: connection.Connection, folder: str) -> Non
 
     import torch
 
+    # Nothing of what the server imported will ever be garbage, and looking through it takes a quarter of a second.
+    gc.freeze()
     torch.set_num_threads(1)
     with contextlib.suppress(RuntimeError):  # may be set once only
         torch.set_num_interop_threads(1)

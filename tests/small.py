@@ -9,14 +9,13 @@ import numpy as np
 import torch
 
 from pool import Context
-from ultrascale.assembly import Assembly, assemble
+from ultrascale.assembly import Assembly, assemble, planned_groups
 from ultrascale.comm.group import Group
 from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
 from ultrascale.config.resolve import resolve
 from ultrascale.config.schema import Config
 from ultrascale.mesh.axes import Mesh
-from ultrascale.mesh.groups import group_plan
 from ultrascale.models.batch import MicroBatch, StepBatch
 from ultrascale.parallel.cross_entropy import NO_TARGET
 from ultrascale.parallel.module import Build
@@ -59,7 +58,7 @@ def config_of(overrides: Mapping[str, Any] | None = None, world: int = 1) -> Con
 def assembled(config: Config, context: Context | None = None) -> Assembly:
     """What this rank of the pool trains with; without a context, what one process does."""
     mesh = Mesh.of(config)
-    plan = group_plan(mesh, config)
+    plan = planned_groups(config, mesh)
     groups = create(mesh, plan, Ledger()) if context is None else context.groups(mesh, plan)
     return assemble(config, mesh, context.rank if context else 0, groups, torch.device("cpu"))
 

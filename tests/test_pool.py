@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from ultrascale.mesh.groups import group_plan
 
 def _world(context: Context) -> Any:
     mesh = Mesh(sizes={"dp": context.world_size})
-    plan = group_plan(mesh, SimpleNamespace(model=SimpleNamespace(tie_word_embeddings=False)))
+    plan = group_plan(mesh)
     return context.groups(mesh, plan).world
 
 
@@ -105,7 +104,7 @@ def test_a_worker_that_dies_is_reported_with_its_exit_code() -> None:
 def _many_meshes(context: Context) -> int:
     for number in range(pools.CACHED_MESHES + 3):
         mesh = Mesh(sizes={"dp": 2}, factors={"tp": ((f"part{number}", 1),)})
-        plan = group_plan(mesh, SimpleNamespace(model=SimpleNamespace(tie_word_embeddings=False)))
+        plan = group_plan(mesh)
         total = collectives.all_reduce(torch.ones(1), context.groups(mesh, plan).of(["dp"])).wait()
         assert total.item() == 2
     return len(context._cache)

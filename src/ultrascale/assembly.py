@@ -9,10 +9,10 @@ from math import prod
 import torch
 
 from ultrascale.comm.collectives import gather_json
-from ultrascale.comm.group import Group
 from ultrascale.comm.process_groups import Groups
 from ultrascale.config.schema import Config
 from ultrascale.mesh.axes import Mesh
+from ultrascale.mesh.groups import GroupSpec, group_plan
 from ultrascale.models.family import Family, StageModule, load_family
 from ultrascale.optim.optimizer import Optimizer, make_optimizer
 from ultrascale.parallel.gradients import Gradients
@@ -20,27 +20,44 @@ from ultrascale.parallel.module import Build
 from ultrascale.parallel.objective import Objective
 from ultrascale.pipeline.actions import Plan
 from ultrascale.pipeline.engine import Engine
-from ultrascale.pipeline.partition import Split, partition
-from ultrascale.pipeline.program import program
+from ultrascale.pipeline.layer_costs import split_of
+from ultrascale.pipeline.partition import Split
+from ultrascale.pipeline.program import evaluation_program, micro_batches, program
 from ultrascale.precision.policy import Policy
-
-
-def micro_batches(config: Config) -> int:
-    """Micro-batches of one rank in one step."""
-    parallel, batch = config.parallel, config.batch
-    assert parallel.dp is not None
-    return batch.global_size // (parallel.dp * parallel.ep * batch.micro_size)
 
 
 def training_plan(config: Config) -> Plan:
     """The validated list of actions of every pp coordinate."""
     pipeline = config.pipeline
-    return program(pipeline.schedule, config.parallel.pp, micro_batches(config), pipeline.virtual_stages)
+    return program(
+        pipeline.schedule,
+        config.parallel.pp,
+        micro_batches(config),
+        pipeline.virtual_stages,
+        group_size=pipeline.group_size,
+        activation_limit=pipeline.activation_limit,
+    )
 
 
 def evaluation_plan(training: Plan) -> Plan:
-    """Forward only, over the same stages."""
-    return program("evaluation", training.stages, training.micro_batches)
+    """Forward only, over the same stages in the same places."""
+    return evaluation_program(training)
+
+
+def parameter_holders(config: Config, plan: Plan) -> dict[int | str, tuple[int, ...]]:
+    """Stage, or tie → the pp coordinates that hold its parameters."""
+    holders: dict[int | str, tuple[int, ...]] = {
+        stage: tuple(sorted(ranks)) for stage, ranks in enumerate(plan.placement)
+    }
+    if config.model.tie_word_embeddings:
+        holders["word_embeddings"] = tuple(sorted({*plan.placement[0], *plan.placement[-1]}))
+    return holders
+
+
+def planned_groups(config: Config, mesh: Mesh) -> tuple[GroupSpec, ...]:
+    """The communication groups of this config, which all ranks make at start."""
+    copies = parameter_holders(config, training_plan(config)).values()
+    return group_plan(mesh, dict.fromkeys(ranks for ranks in copies if len(ranks) > 1))
 
 
 @dataclass(frozen=True)
@@ -83,20 +100,21 @@ def assemble(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torc
     build = make_build(config, mesh, rank, groups)
 
     plan = training_plan(config)
-    split = partition(config.pipeline.layout, config.model.num_hidden_layers, plan.stages)
+    split = split_of(config, plan)
     coordinate = mesh.index(rank, ["pp"])
     stages = {
         stage: family.stage(build, split[stage].layers, split[stage].embedding, split[stage].head)
         for stage in plan.stages_of(coordinate)
     }
 
+    holders = parameter_holders(config, plan)
     gradients = Gradients(
         {stage: module.units() for stage, module in stages.items()},
         mesh,
         rank,
         build.policy,
         group_of=groups.of,
-        tie_groups=_tie_groups(config, mesh, rank, groups),
+        copies_of=lambda held: groups.of((), pipeline=holders[held]),
         bucket_bytes=config.parallel.bucket_bytes,
         deterministic=_deterministic(config, device),
     )
@@ -163,14 +181,6 @@ def check_finite(assembly: Assembly) -> None:
     ]
     if names := sorted({name for part in gather_json(bad, assembly.groups.world) for name in part}):
         raise BuildError(f"{', '.join(names[:8])} hold values that are not finite: nothing is saved of them")
-
-
-def _tie_groups(config: Config, mesh: Mesh, rank: int, groups: Groups) -> dict[str, Group]:
-    """The group over the stages that hold copies of the word embeddings, where this rank holds one."""
-    last = config.parallel.pp - 1
-    if not config.model.tie_word_embeddings or last == 0 or mesh.index(rank, ["pp"]) not in (0, last):
-        return {}
-    return {"word_embeddings": groups.of((), pipeline=(0, last))}
 
 
 def _deterministic(config: Config, device: torch.device) -> bool:

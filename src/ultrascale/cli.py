@@ -39,6 +39,11 @@ COMMANDS = {
         "text from a trained model",
         'ultrascale generate runs/demo --prompt "def "',
     ),
+    "report": Command(
+        "ultrascale.observe.commands",
+        "a page about a run: curves, timeline, memory, traffic",
+        "ultrascale report runs/debug --out report.html",
+    ),
     "schedule": Command(
         "ultrascale.pipeline.command",
         "validate, simulate and draw a pipeline schedule",

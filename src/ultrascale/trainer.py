@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultrascale.assembly import assemble, check_build, check_finite, check_gradients
+from ultrascale.assembly import assemble, check_build, check_finite, check_gradients, planned_groups
 from ultrascale.checkpoint.boxes import CheckpointError
 from ultrascale.checkpoint.snapshots import Snapshots
 from ultrascale.comm import collectives
@@ -30,13 +30,14 @@ from ultrascale.config.schema import Config
 from ultrascale.data.errors import DataError
 from ultrascale.data.loader import Data, differences
 from ultrascale.mesh.axes import Mesh
-from ultrascale.mesh.groups import describe, group_plan
+from ultrascale.mesh.groups import describe
 from ultrascale.models.family import FamilyError
 from ultrascale.observe import mfu
 from ultrascale.observe.console import Console, StartUp
 from ultrascale.observe.memory import keep_freed_memory, peak_memory
 from ultrascale.observe.run_folder import RunFolder, RunFolderError
 from ultrascale.parallel.replicas import check_replicas
+from ultrascale.pipeline.layer_costs import balance_text
 from ultrascale.step import StepResult, evaluate, step_batch, train_step
 
 FIRST_LOSS_TOLERANCE = 0.1
@@ -95,8 +96,7 @@ class Trainer:
         self.config, self.rank, self.device = config, rank, device
         self.mesh = Mesh.of(config)
         self.ledger = Ledger()
-        plan = group_plan(self.mesh, config)
-        self.groups = create(self.mesh, plan, self.ledger, config.parallel.timeout_seconds)
+        self.groups = create(self.mesh, planned_groups(config, self.mesh), self.ledger, config.parallel.timeout_seconds)
         self.console = Console(config.run.steps, rank=rank, every=config.observe.console_every)
         self._stop_asked, self._asked_at = False, 0.0
         self._handlers: dict[int, Any] = {}
@@ -237,6 +237,7 @@ class Trainer:
         self._flops_per_token = mfu.flops_per_token(sizes.matmul_parameters, 2 * sizes.attention_width, keys)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         self._peak = mfu.peak_flops(name, config.precision.compute)
+        layers = balance_text(config, assembly.plan)
         self.console.start(
             StartUp(
                 name=config.run.name,
@@ -253,7 +254,8 @@ class Trainer:
                 precision=self._precision(),
                 steps=config.run.steps,
                 first_step=self.step + 1,
-                notes={"MFU": f"{mfu.FORMULA}; peak {self._peak or 'unknown'}"},
+                notes={"MFU": f"{mfu.FORMULA}; peak {self._peak or 'unknown'}"}
+                | ({"layers": layers} if layers else {}),
             )
         )
 
@@ -379,7 +381,7 @@ class Trainer:
                 {"rank": rank, "coordinates": mesh.coordinates(rank), "host": host, "device": device}
                 for rank, (host, device) in enumerate(places)
             ],
-            "groups": describe(mesh, group_plan(mesh, self.config)),
+            "groups": describe(mesh, planned_groups(self.config, mesh)),
             "schedule": {
                 "name": self.assembly.plan.name,
                 "stages": self.assembly.plan.stages,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ SIZES = [2, 4]
 
 def tensor_group(context: Context) -> Group:
     mesh = Mesh(sizes={"tp": context.world_size})
-    plan = group_plan(mesh, SimpleNamespace(model=SimpleNamespace(tie_word_embeddings=False)))
+    plan = group_plan(mesh)
     return context.groups(mesh, plan).of(["tp"])
 
 

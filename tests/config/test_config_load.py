@@ -165,6 +165,7 @@ OTHER = {
     "parallel.expert_axes": "[cp,tp]", "parallel.expert_tensor_axes": "[]", "parallel.bucket_bytes": "1024",
     "parallel.deterministic_reduction": "true", "parallel.timeout_seconds": "5",
     "pipeline.schedule": "gpipe", "pipeline.virtual_stages": "2", "pipeline.layout": "[3,5]",
+    "pipeline.group_size": "4", "pipeline.activation_limit": "6",
     "context.method": "ulysses", "context.split": "contiguous",
     "batch.global_size": "32", "batch.micro_size": "4", "batch.sequence_length": "128",
     "data.train": "[{path: a, weight: 2}]", "data.validation": "null", "data.tokenizer": "t.json",

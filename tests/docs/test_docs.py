@@ -4,6 +4,7 @@ In a page, a fenced block is
 
     bash                        run, in order, in one shell per block, all blocks of a page in one folder
     bash fails                  run, and must fail
+    bash prove                  run by `make prove` alone: a block before it shows the same
     bash no-run                 not run: it needs hardware or time that a test has not
     python file=PATH            written to PATH
     python file=PATH in=TEXT    put behind the line of PATH that begins with TEXT
@@ -19,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,11 +88,11 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def environment(folder: Path) -> dict[str, str]:
-    binaries = Path(sys.executable).parent
+def environment(folder: Path, programs: Sequence[Path]) -> dict[str, str]:
+    paths = [*map(str, programs), str(Path(sys.executable).parent), os.environ["PATH"]]
     return {
         **os.environ,
-        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(paths),
         "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{folder}",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "120",
@@ -111,17 +113,16 @@ def write(block: Block, folder: Path) -> None:
     path.write_text("".join(lines))
 
 
-@pytest.mark.parametrize("page", RUNNING, ids=name)
-def test_commands_of_the_page_do_what_it_says(page: Path, project: Path) -> None:
+def run_commands(page: Path, project: Path, programs: Sequence[Path] = (), everything: bool = False) -> None:
     for block in blocks(page):
         if "file" in block.options:
             write(block, project)
-        if not runs(block):
+        if not runs(block) or ("prove" in block.words and not everything):
             continue
         answer = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.body],
             cwd=project,
-            env=environment(project),
+            env=environment(project, programs),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -132,13 +133,24 @@ def test_commands_of_the_page_do_what_it_says(page: Path, project: Path) -> None
         assert (answer.returncode != 0) == ("fails" in block.words), said
 
 
+@pytest.mark.parametrize("page", RUNNING, ids=name)
+def test_commands_of_the_page_do_what_it_says(page: Path, project: Path, warm: Path) -> None:
+    run_commands(page, project, [warm])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("page", RUNNING, ids=name)
+def test_commands_of_the_page_do_what_it_says_with_the_installed_programs(page: Path, project: Path) -> None:
+    run_commands(page, project, everything=True)
+
+
 def test_enough_is_run() -> None:
     """So that a changed fence does not quietly take the commands out of the test."""
-    ran = [block for page in PAGES for block in blocks(page) if runs(block)]
+    ran = [block for page in PAGES for block in blocks(page) if runs(block) and "prove" not in block.words]
     assert len(ran) >= 20
     assert {"README.md", "docs/add_a_model.md", "docs/add_a_schedule.md"} <= {block.page for block in ran}
     unknown = {word for page in PAGES for block in blocks(page) for word in block.words if "=" not in word}
-    assert unknown <= {"fails", "no-run"}
+    assert unknown <= {"fails", "no-run", "prove"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

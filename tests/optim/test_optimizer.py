@@ -14,7 +14,7 @@ from ultrascale.assembly import Assembly
 from ultrascale.models import transformer
 from ultrascale.optim.optimizer import clip_coefficient, segments
 from ultrascale.parallel import gradients as gradients_module
-from ultrascale.parallel.gradients import Span
+from ultrascale.parallel.buckets import Span
 
 LR = [0.03, 0.02, 0.05, 0.0, 0.01]
 ADAMW = {

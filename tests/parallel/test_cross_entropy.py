@@ -19,7 +19,7 @@ from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import group_plan
 from ultrascale.parallel import cross_entropy
 from ultrascale.parallel.cross_entropy import NO_TARGET, VocabularyShard, head_loss
-from ultrascale.parallel.passes import Pass
+from ultrascale.parallel.passes import Pass, WeightGradient
 
 ALONE = Group((), (0,), 0, None, Ledger())
 Z = 0.3
@@ -27,10 +27,24 @@ Z = 0.3
 
 
 class Sink:
-    """Adds up the weight gradient."""
+    """Adds up the weight gradient; of a split backward it keeps the part that may wait."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, split: bool = False) -> None:
         self.total = torch.zeros_like(weight)
+        self.split = split
+        self.queue: list[WeightGradient] = []
+
+    def defers(self, *where: int) -> bool:
+        return self.split
+
+    def defer(self, work: WeightGradient, *where: int) -> None:
+        self.queue.append(work)
+        if not self.split:
+            self.run()
+
+    def run(self) -> None:
+        while self.queue:
+            self.queue.pop(0).run()
 
     def accumulate_product(self, parameter: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, *where: int) -> None:
         self.total[: dy.shape[1]] += dy.t().mm(x)
@@ -49,6 +63,7 @@ class Case:
     rows: int | None = None
     """Tokens in a chunk; None: what the module chooses."""
     keep: bool = True
+    split: bool = False
     sequence_parallel: bool = False
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,7 +107,7 @@ def found(case: Case, group: Group = ALONE) -> Result:
     valid = min(case.vocabulary, start + piece) - start
     own = torch.full((piece, case.hidden), 1e3, dtype=torch.float64)
     own[:valid] = weight[start : start + valid]
-    sink = Sink(own)
+    sink = Sink(own, case.split)
     if case.sequence_parallel:
         x = x.chunk(group.size)[group.index].clone()
     x.requires_grad_()
@@ -105,6 +120,9 @@ def found(case: Case, group: Group = ALONE) -> Result:
         current = Pass(0, 0, sink)  # type: ignore[arg-type]
         loss, z = head_loss(x, own, labels, shard, case.smoothing, group, case.sequence_parallel, current)
         (loss + Z * z).backward()
+        if case.split and case.keep:
+            assert (sink.total == 0).all(), "a weight gradient did not wait"
+        sink.run()
     assert x.grad is not None
     assert (sink.total[valid:] == 0).all()
     return Result(loss.detach(), z.detach(), x.grad, sink.total[:valid])
@@ -131,6 +149,7 @@ def bitwise(got: Result, wanted: Result) -> bool:
     without_target=st.sampled_from([0.0, 0.4, 1.0]),
     rows=st.sampled_from([1, 2, 3, 5, 100, None]),
     keep=st.booleans(),
+    split=st.booleans(),
 )
 def test_it_is_the_cross_entropy(**fields: Any) -> None:
     case = Case(**fields)
@@ -144,6 +163,13 @@ def test_kept_and_recomputed_logits_give_the_same_bits(rows: int | None, smoothi
     assert bitwise(found(Case(**case, keep=True)), found(Case(**case, keep=False)))
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, None])
+def test_a_weight_gradient_that_waits_has_the_same_bits(rows: int | None, keep: bool) -> None:
+    case = {"vocabulary": 37, "rows": rows, "smoothing": 0.1, "keep": keep}
+    assert bitwise(found(Case(**case, split=True)), found(Case(**case, split=False)))
+
+
 def test_logits_are_kept_up_to_the_stated_size_and_made_again_above(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     original = cross_entropy._logits
@@ -154,7 +180,7 @@ def test_logits_are_kept_up_to_the_stated_size_and_made_again_above(monkeypatch:
 
     monkeypatch.setattr(cross_entropy, "_logits", counted)
     case = Case(37, seq=10, batch=4)
-    logits_bytes = 10 * 4 * 37 * 8
+    logits_bytes = 10 * 4 * 40 * 8  # 37 rows are padded to 40
     for limit, times in ((logits_bytes, 1), (logits_bytes - 1, 2)):
         made.clear()
         monkeypatch.setattr(cross_entropy, "KEEP_BYTES", limit)
@@ -200,7 +226,9 @@ def test_statistics_of_bfloat16_logits_are_float32() -> None:
     x, weight, labels = Case(37).tensors()
     x, weight = x.bfloat16().requires_grad_(), weight.bfloat16()
     sink = SimpleNamespace(
-        dtypes=[], accumulate_product=lambda p, dy, x, *where: sink.dtypes.append((dy.dtype, x.dtype))
+        dtypes=[],
+        accumulate_product=lambda p, dy, x, *where: sink.dtypes.append((dy.dtype, x.dtype)),
+        defers=lambda *where: False,
     )
     shard = VocabularyShard(0, 37, 37)
     loss, z = head_loss(x, weight, labels, shard, 0.1, ALONE, False, Pass(0, 0, sink))  # type: ignore[arg-type]
@@ -220,7 +248,7 @@ def test_statistics_of_bfloat16_logits_are_float32() -> None:
 
 def _on_ranks(context: Context, cases: list[Case]) -> list[Result]:
     mesh = Mesh(sizes={"tp": context.world_size})
-    plan = group_plan(mesh, SimpleNamespace(model=SimpleNamespace(tie_word_embeddings=False)))
+    plan = group_plan(mesh)
     group = context.groups(mesh, plan).of(["tp"])
     return [found(case, group) for case in cases]
 
@@ -236,6 +264,7 @@ def cut_cases() -> list[Case]:
                 Case(**settings, smoothing=0.1, rows=5),
                 Case(**settings, smoothing=0.2, keep=False, rows=1),
                 Case(**settings, without_target=1.0, smoothing=0.1),
+                Case(**settings, smoothing=0.1, rows=5, split=True),
             ]
     return cases
 

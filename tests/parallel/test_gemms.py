@@ -104,7 +104,7 @@ def build_shard(config: Config, rank: int) -> tuple[Gradients, int]:
             rank,
             build.policy,
             group_of=lambda axes: build.tensor_group,
-            tie_groups={},
+            copies_of=lambda held: build.tensor_group,
             bucket_bytes=1,
             deterministic=True,
         )

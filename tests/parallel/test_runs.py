@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.parallel.gradients import ALIGNMENT, Span, runs
+from ultrascale.parallel.buckets import ALIGNMENT, Span, runs
 from ultrascale.parallel.layout import Constant, Layout, Use
 
 

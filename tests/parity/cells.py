@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from pool import Context, pool
-from ultrascale.assembly import Assembly, assemble
+from ultrascale.assembly import Assembly, assemble, planned_groups
 from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
 from ultrascale.config.resolve import resolve
 from ultrascale.config.schema import Config
 from ultrascale.data.loader import Data
 from ultrascale.mesh.axes import Mesh
-from ultrascale.mesh.groups import group_plan
 from ultrascale.step import step_batch, train_step
 
 TOLERANCE = 1e-9
@@ -47,7 +46,7 @@ BASE: dict[str, Any] = {
         "label_smoothing": 0.1,
         "z_loss_coefficient": 0.01,
     },
-    "batch": {"global_size": 8, "micro_size": 1, "sequence_length": 16},
+    "batch": {"global_size": 8, "micro_size": 2, "sequence_length": 16},
     "data": {"train": "builtin:uneven"},
     "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.01, "max_norm": None},
     "precision": {"compute": "float64"},
@@ -77,9 +76,13 @@ class Cell:
         return resolve(Config.model_validate(tree), self.world)
 
     def reference(self) -> Cell:
-        """The same computation in one process: everything that only says how the work is cut is left out."""
-        kept = {k: v for k, v in self.overrides.items() if k.split(".")[0] in ("model", "data", "optimizer")}
-        return Cell(1, kept)
+        """The same computation in one process, row by row: what only says how the work is cut is left out."""
+        kept = {
+            k: v
+            for k, v in self.overrides.items()
+            if k.split(".")[0] in ("model", "data", "optimizer") or k == "batch.global_size"
+        }
+        return Cell(1, {**kept, "batch.micro_size": 1})
 
 
 @dataclass
@@ -126,7 +129,7 @@ def run_rank(context: Context, cell: Cell, fault: str | None = None) -> Outcome:
     config = cell.config()
     mesh = Mesh.of(config)
     with faults.seeded(fault):
-        groups = context.groups(mesh, group_plan(mesh, config))
+        groups = context.groups(mesh, planned_groups(config, mesh))
         return train(config, assemble(config, mesh, context.rank, groups, torch.device("cpu")))
 
 
@@ -134,7 +137,7 @@ def alone(cell: Cell) -> Outcome:
     """The cell in this process, without torch.distributed."""
     config = cell.config()
     mesh = Mesh.of(config)
-    groups = create(mesh, group_plan(mesh, config), Ledger())
+    groups = create(mesh, planned_groups(config, mesh), Ledger())
     return train(config, assemble(config, mesh, 0, groups, torch.device("cpu")))
 
 

@@ -22,7 +22,9 @@ from ultrascale.comm.collectives import Pending
 from ultrascale.data.loader import NO_TARGET, Data, MicroArrays
 from ultrascale.models.batch import MicroBatch, StepBatch
 from ultrascale.parallel import init
-from ultrascale.parallel.gradients import Bucket, Gradients, Reduction
+from ultrascale.parallel.buckets import Bucket
+from ultrascale.parallel.gradients import Gradients
+from ultrascale.parallel.reduction import Reduction
 from ultrascale.pipeline.engine import Engine
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -74,12 +76,43 @@ def batch_sums_are_averages() -> Patch:
 @fault
 def ties_are_forgotten() -> Patch:
     """Embedding and head on different stages keep their own gradients."""
-    original = Gradients.__init__
+    return patch.object(Gradients, "copies_of", lambda self, bucket: self.group_of(()))
 
-    def without(self: Gradients, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **{**kwargs, "tie_groups": {}})
 
-    return patch.object(Gradients, "__init__", without)
+@fault
+def second_copies_keep_their_own_gradients() -> Patch:
+    """A schedule that runs in both directions holds every stage twice, and each copy sees half of the micro-batches."""
+    original = Gradients.copies_of
+    return patch.object(
+        Gradients, "copies_of", lambda self, bucket: original(self, bucket) if bucket.tie else self.group_of(())
+    )
+
+
+@fault
+def deferred_weight_gradients_of_a_micro_batch_are_lost() -> Patch:
+    """One BW comes to an empty queue."""
+    original = Gradients.run_deferred
+
+    def run_deferred(self: Gradients, stage: int, micro_batch: int) -> None:
+        if micro_batch == 1:
+            self._deferred[stage, micro_batch].clear()
+        original(self, stage, micro_batch)
+
+    return patch.object(Gradients, "run_deferred", run_deferred)
+
+
+@fault
+def deferred_weight_gradients_belong_to_the_stage_alone() -> Patch:
+    """A queue is known by its stage: the next micro-batch's BI throws away what the last one left."""
+    original = Gradients.split
+
+    def split(self: Gradients, stage: int, micro_batch: int) -> None:
+        for key in self._deferred:
+            if key[0] == stage:
+                self._deferred[key] = []
+        original(self, stage, micro_batch)
+
+    return patch.object(Gradients, "split", split)
 
 
 @fault

@@ -15,6 +15,28 @@ from ultrascale.pipeline.costs import Costs
 FOLDER = Path(__file__).parents[1] / "reference"
 
 
+FIXED = (
+    "gpipe",
+    "1f1b",
+    "1f1b_eager",
+    "interleaved_1f1b",
+    "grouped_interleaved",
+    "interleaved_1f1b_a2a_overlap",
+    "looped_bfs",
+    "looped_bfs_ascending",
+    "zb_h1",
+    "zb_h1_mds",
+    "interleaved_zb",
+    "zb_v",
+    "dualpipe",
+    "dualpipe_v",
+)
+"""Schedules for training whose order does not depend on costs."""
+
+COST_AWARE = ("zb1p_auto", "zb2p_auto", "zb_v_auto", "v_half", "v_min", "1f1b_v")
+"""Those whose order does: the files have the orders for costs of one."""
+
+
 @cache
 def rows() -> list[dict[str, str]]:
     with (FOLDER / "schedules_reference.csv").open(newline="") as file:

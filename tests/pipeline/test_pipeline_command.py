@@ -11,7 +11,7 @@ import pytest
 
 from ultrascale.pipeline import command
 from ultrascale.pipeline.costs import Costs
-from ultrascale.pipeline.draw import timeline
+from ultrascale.pipeline.draw import text
 from ultrascale.pipeline.schedules import registry
 from ultrascale.pipeline.simulate import simulate
 
@@ -47,17 +47,17 @@ def test_text_names_both_bubbles_and_draws_every_rank(capsys: pytest.CaptureFixt
 def test_timeline_never_outgrows_its_width() -> None:
     result = simulate(registry.build("1f1b", 12, 300), Costs(BW=0, P2P=0.1))
     for width in (10, 80, 200):
-        lines = timeline(result, width).splitlines()
+        lines = text(result.timeline(), width).splitlines()
         assert len(lines) == 12
         assert {len(line) for line in lines} == {len("rank 11 ||") + width}
-    assert timeline(simulate(registry.build("1f1b", 1, 1), Costs(0, 0, 0))) == ""
+    assert text(simulate(registry.build("1f1b", 1, 1), Costs(0, 0, 0)).timeline()) == ""
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("zb_z --stages 2 --microbatches 2", "'zb_z' is not a schedule"),
-        ("1f1b --stages 0 --microbatches 2", "0 stages"),
+        ("1f1b --stages 0 --microbatches 2", "0 ranks"),
         ("1f1b --stages 2 --microbatches 2 --virtual 3", "3 virtual stages"),
         ("1f1b --stages 2 --microbatches 2 --cost F=-1 --json", "F=-1.0 is negative"),
     ],

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_plans import orders, plan_of
+from second_opinion import runs
 
 from ultrascale.pipeline.actions import (
     COMPUTE,
     MESSAGES,
-    SENDS,
     Action,
     Kind,
     Plan,
@@ -48,69 +47,6 @@ def refused(plan: Plan, *words: str, **options: object) -> ScheduleError:
     for word in words:
         assert word in str(caught.value)
     return caught.value
-
-
-def runs(plan: Plan) -> bool:
-    """A second opinion: runs the lists as the engine would; each message says where it comes from."""
-    channels: dict[tuple[int, int, bool], deque[object]] = defaultdict(deque)
-    posted: dict[tuple[int, int, bool], deque[Action]] = defaultdict(deque)
-    arrived: dict[tuple[int, Action], object] = {}
-    made: dict[tuple[int, str, int, int], object] = {}
-    backward: set[tuple[int, int, int]] = set()
-    reduced: dict[tuple[int, int], set[tuple[int, int, int]]] = {}
-    done = [0] * plan.ranks
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(plan.actions):
-            while done[rank] < len(row):
-                action = row[done[rank]]
-                stage, mb = action.stage, action.micro_batch
-                gradient = action.kind in (Kind.SEND_B, Kind.RECV_B)
-                if action.kind in SENDS:
-                    if (rank, "B" if gradient else "F", stage, mb) not in made or action.peer is None:
-                        return False
-                    channels[rank, action.peer, gradient].append(("B" if gradient else "F", stage, mb))
-                elif action.kind in MESSAGES:
-                    assert action.peer is not None
-                    posted[action.peer, rank, gradient].append(action)
-                elif action.kind is Kind.REDUCE:
-                    if (rank, stage) in reduced:
-                        return False
-                    reduced[rank, stage] = {key for key in backward if key[:2] == (rank, stage)}
-                else:
-                    if (rank, str(action.kind), stage, mb) in made:
-                        return False
-                    if action.kind is Kind.B and (rank, "F", stage, mb) not in made:
-                        return False
-                    edge = stage == 0 if action.kind is Kind.F else stage == plan.stages - 1
-                    if not edge:
-                        kind = "RECV_F" if action.kind is Kind.F else "RECV_B"
-                        source = stage - 1 if action.kind is Kind.F else stage + 1
-                        mine = [a for a in row[: done[rank]] if (a.kind, a.stage, a.micro_batch) == (kind, stage, mb)]
-                        if len(mine) != 1:
-                            return False
-                        if (rank, mine[0]) not in arrived:
-                            break
-                        if arrived[rank, mine[0]] != (str(action.kind), source, mb):
-                            return False
-                    made[rank, str(action.kind), stage, mb] = True
-                    if action.kind is Kind.B:
-                        backward.add((rank, stage, mb))
-                done[rank] += 1
-                moved = True
-        for key in list(posted):
-            while posted[key] and channels[key]:
-                arrived[key[1], posted[key].popleft()] = channels[key].popleft()
-    finished = all(done[rank] == len(row) for rank, row in enumerate(plan.actions))
-    clean = not any(channels.values()) and not any(posted.values())
-    whole = len(made) == 2 * plan.stages * plan.micro_batches
-    summed = all(
-        len(reduced.get((rank, stage), ())) == plan.micro_batches
-        for stage, ranks in enumerate(plan.placement)
-        for rank in ranks
-    )
-    return finished and clean and whole and summed
 
 
 PLANS = st.builds(program, st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 5), st.integers(1, 6))
@@ -200,6 +136,24 @@ def test_backward_on_another_copy_than_its_forward_is_refused() -> None:
     both = ((0, 1),)
     validate(written("F0.0 B0.0", "F0.1 B0.1", placement=both, micro_batches=2))
     refused(written("F0.0 B0.1", "F0.1 B0.0", placement=both, micro_batches=2), "its F is on rank 1")
+
+
+def test_pytorchs_1f1b_of_the_last_rank_is_refused_at_its_first_wrong_action() -> None:
+    """Schedule1F1B's order as data (torch 2.13) begins with micro-batch 1 there: 3F1 3B0 3F2 … 3F8 3B7."""
+    plan = registry.build("1f1b", 4, 8)
+    shifted = [replace(action, micro_batch=action.micro_batch + (action.kind is Kind.F)) for action in plan.actions[3]]
+    error = refused(edited(plan, 3, shifted), "rank 3, action 14 (F3.8)", "micro-batch 8 does not exist")
+    assert str(error.action) == "F3.8"
+    within = [*shifted[:-2], parse_action("F3.0"), shifted[-1]]
+    error = refused(edited(plan, 3, within), "rank 3, action 1 (B3.0)", "needs F3.0, which stands at action 14")
+    assert str(error.action) == "B3.0"
+
+
+def test_a_reduction_of_a_micro_batch_is_refused() -> None:
+    plan = program("1f1b", 2, 2)
+    row = list(plan.actions[0])
+    row.insert(row.index(parse_action("B0.1")), parse_action("REDUCE0.0"))
+    refused(edited(plan, 0, row), "(REDUCE0.0)", "write REDUCE0")
 
 
 def test_places_that_do_not_exist_are_refused() -> None:

@@ -100,7 +100,7 @@ def tokens(prefix: Path, values: list[int]) -> str:
         (["model.num_key_value_heads=3"], 1, ["model.num_key_value_heads=3", "use 1, 2 or 4"]),
         (["parallel.pp=3"], 3, ["parallel.pp=3", "model.num_hidden_layers=2"]),
         (["pipeline.layout=[1,2]", "parallel.pp=2"], 2, ["pipeline.layout", "model.num_hidden_layers=2"]),
-        (["batch.global_size=5", "parallel.dp=2"], 2, ["batch.global_size=5", "4 or 6"]),
+        (["batch.global_size=5", "batch.micro_size=1", "parallel.dp=2"], 2, ["batch.global_size=5", "4 or 6"]),
         (["batch.sequence_length=7", "parallel.tp=2"], 2, ["batch.sequence_length=7", "6 or 8"]),
         (["batch.sequence_length=4096"], 1, ["batch.sequence_length=4096", "model.max_position_embeddings=2048"]),
         (["evaluation.every=1", "data.validation=null"], 1, ["evaluation.every=1", "data.validation"]),

@@ -21,7 +21,7 @@ from ultrascale.pipeline.program import program
 KEYS = {
     "step", "loss", "lm_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes",
 }  # fmt: skip
-LAYOUT = {"parallel.tp": 2, "parallel.pp": 2}
+LAYOUT = {"parallel.tp": 2, "parallel.pp": 2, "batch.micro_size": 1}
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_the_timeline_shows_the_actions_of_the_plan_in_order_on_every_rank(run: 
     mesh = Mesh.of(config_of({**BASE, **LAYOUT}, 4))
     for rank in range(4):
         found = lines(run / f"timeline-{rank}.jsonl")
-        assert all(set(line) == {"step", "kind", "stage", "micro_batch", "start", "end"} for line in found)
+        assert all(set(line) == {"step", "kind", "stage", "micro_batch", "start", "end", "action"} for line in found)
         planned = [
             (str(action.kind), action.stage, action.micro_batch)
             for action in plan.actions[mesh.index(rank, ["pp"])]

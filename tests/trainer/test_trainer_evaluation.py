@@ -23,9 +23,9 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 def test_training_is_bitwise_the_same_with_and_without_evaluation(
     world: int, layout: dict[str, Any], tmp_path: Path
 ) -> None:
-    plain = train(world, tmp_path / "plain", {**layout, "run.steps": 4})
-    watched = train(world, tmp_path / "watched", {**layout, "run.steps": 4, "evaluation.every": 1})
-    assert [rank.evaluations for rank in watched] == [4] * world
+    plain = train(world, tmp_path / "plain", {**layout, "run.steps": 3})
+    watched = train(world, tmp_path / "watched", {**layout, "run.steps": 3, "evaluation.every": 1})
+    assert [rank.evaluations for rank in watched] == [3] * world
     assert [rank.evaluations for rank in plain] == [0] * world
     assert [rank.state for rank in plain] == [rank.state for rank in watched]
     for line, other in zip(numbers(tmp_path / "plain"), numbers(tmp_path / "watched"), strict=True):

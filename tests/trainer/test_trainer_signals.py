@@ -93,35 +93,35 @@ def a_signal_comes_in_step_3(rank: int) -> Any:
 
 
 def poisoned(value: float, rank: int, only: int) -> Any:
-    """One element of one gradient is `value` in step 4, on one rank."""
+    """One element of one gradient is `value` in step 2, on one rank."""
     original = Gradients.finish
 
     def finish(self: Gradients) -> None:
         original(self)
         self.steps_seen = getattr(self, "steps_seen", 0) + 1
-        if rank == only and self.steps_seen == 4:
+        if rank == only and self.steps_seen == 2:
             bucket = self.buckets[-1]
             bucket.gradients[bucket.spans[0].start] = value
 
     return patch.object(Gradients, "finish", finish)
 
 
-def a_gradient_is_nan_in_step_4(rank: int) -> Any:
+def a_gradient_is_nan_in_step_2(rank: int) -> Any:
     return poisoned(float("nan"), rank, 0)
 
 
-def a_gradient_is_infinite_in_step_4(rank: int) -> Any:
+def a_gradient_is_infinite_in_step_2(rank: int) -> Any:
     return poisoned(float("inf"), rank, 0)
 
 
-def the_loss_is_nan_in_step_4(rank: int) -> Any:
+def the_loss_is_nan_in_step_2(rank: int) -> Any:
     original = stepping.term_sums
     calls = []
 
     def sums(*args: Any) -> torch.Tensor:
         calls.append(1)
         found = original(*args)
-        return found * float("nan") if len(calls) == 4 else found
+        return found * float("nan") if len(calls) == 2 else found
 
     return patch.object(stepping, "term_sums", sums)
 
@@ -129,28 +129,28 @@ def the_loss_is_nan_in_step_4(rank: int) -> Any:
 @pytest.mark.parametrize(
     ("wrong", "world", "layout"),
     [
-        (a_gradient_is_nan_in_step_4, 1, {}),
-        (a_gradient_is_nan_in_step_4, 2, {"parallel.tp": 2}),
-        (a_gradient_is_nan_in_step_4, 2, {"parallel.pp": 2}),
-        (a_gradient_is_nan_in_step_4, 2, {"parallel.dp": 2}),
-        (a_gradient_is_infinite_in_step_4, 2, {"parallel.pp": 2}),
-        (the_loss_is_nan_in_step_4, 2, {"parallel.dp": 2}),
+        (a_gradient_is_nan_in_step_2, 1, {}),
+        (a_gradient_is_nan_in_step_2, 2, {"parallel.tp": 2}),
+        (a_gradient_is_nan_in_step_2, 2, {"parallel.pp": 2}),
+        (a_gradient_is_nan_in_step_2, 2, {"parallel.dp": 2}),
+        (a_gradient_is_infinite_in_step_2, 2, {"parallel.pp": 2}),
+        (the_loss_is_nan_in_step_2, 2, {"parallel.dp": 2}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_is_not_finite_stops_before_any_parameter_is_touched(
     wrong: Fault, world: int, layout: dict[str, Any], tmp_path: Path
 ) -> None:
-    settings = {**layout, "run.steps": 6, "checkpoint.every": 100}
-    sound = train(world, tmp_path / "sound", {**settings, "run.steps": 3})
+    settings = {**layout, "run.steps": 3, "checkpoint.every": 100}
+    sound = train(world, tmp_path / "sound", {**settings, "run.steps": 1})
     stopped = train(world, tmp_path / "run", settings, [wrong])
     assert codes(stopped) == {3}
     assert [rank.state for rank in stopped] == [rank.state for rank in sound]
     found = status(tmp_path / "run")
-    assert (found["state"], found["step"], found["exit_code"]) == ("stopped", 3, 3)
-    assert "step 4 is not finite" in found["reason"]
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
-    saved, expected = (tensors(tmp_path / name / "checkpoints" / "step-00000003") for name in ("run", "sound"))
+    assert (found["state"], found["step"], found["exit_code"]) == ("stopped", 1, 3)
+    assert "step 2 is not finite" in found["reason"]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
+    saved, expected = (tensors(tmp_path / name / "checkpoints" / "step-00000001") for name in ("run", "sound"))
     assert all((saved[name] == expected[name]).all() for name in expected)
 
     # What was saved is sound: without the fault, the same command finishes as if nothing had been.

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,7 +31,7 @@ import torch
 import yaml
 from safetensors.numpy import load_file
 
-from pool import PRELOAD, THREADS, Context, pool
+from pool import THREADS, Context, forking, pool
 from small import BASE as SMALL
 from small import config_of
 from ultrascale import trainer
@@ -43,6 +42,7 @@ BASE: dict[str, Any] = {
     **SMALL,
     "model.tie_word_embeddings": True,
     "model.num_hidden_layers": 2,
+    "batch.micro_size": 2,
     "data.validation": "builtin:uneven",
     "optimizer.name": "adamw",
     "optimizer.lr": 0.01,
@@ -232,11 +232,9 @@ class Job:
         fault: tuple[str, str] | None = None,
         per_host: int | None = None,
     ) -> None:
-        os.environ.update(THREADS)
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"{rank}.log" for rank in range(world)]
-        multiprocessing = get_context("forkserver")
-        multiprocessing.set_forkserver_preload([name for name in PRELOAD if _exists(name)])
+        multiprocessing = forking()
         torchrun = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = []
         for rank, log in enumerate(self.logs):
@@ -285,6 +283,7 @@ def _main(
     sys.stdout = sys.stderr = open(descriptor, "w", buffering=1)  # noqa: SIM115 - for as long as the process lives
     os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
+    gc.freeze()  # as in the pool's workers
     from ultrascale.train import main
 
     code = 1
@@ -298,13 +297,13 @@ def _main(
     sys.exit(code)
 
 
-def torchrun(arguments: Sequence[str], world: int, *options: str, **popen: Any) -> subprocess.Popen[str]:
-    """The real launcher; it and its workers are one session, which `ended` ends."""
+def torchrun(arguments: Sequence[str], world: int, python: str = sys.executable) -> subprocess.Popen[str]:
+    """The real launcher, whose workers `python` runs; they are one session, which `ended` ends."""
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}",
-         *options, "-m", "ultrascale.train", *arguments, "--device", "cpu"],
+         "-m", "ultrascale.train", *arguments, "--device", "cpu"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, **THREADS, "GLOO_SOCKET_IFNAME": "lo"}, **popen,
+        env={**os.environ, **THREADS, "GLOO_SOCKET_IFNAME": "lo", "PYTHON_EXEC": python},
     )  # fmt: skip
 
 
@@ -345,10 +344,3 @@ def until(true: Callable[[], Any], seconds: float = 40.0) -> Any:
                 return found
         time.sleep(0.02)
     raise AssertionError(f"{true} was not true within {seconds:g} s")
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -18,7 +18,7 @@ SPLITS = [{"batch.micro_size": 8}, {"batch.micro_size": 4}, {"batch.micro_size":
 
 @pytest.fixture(scope="module")
 def one_by_one() -> list[Outcome]:
-    return steps(1, {}, [text(UNEVEN, seed=n) for n in range(3)])
+    return steps(1, {"batch.micro_size": 1}, [text(UNEVEN, seed=n) for n in range(3)])
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)

@@ -23,7 +23,7 @@ TINY: dict[str, Any] = {
     "model.vocab_size": 256,
     "model.initializer_range": 0.05,
     "batch.global_size": 8,
-    "batch.micro_size": 1,
+    "batch.micro_size": 2,
     "batch.sequence_length": 64,
     "optimizer.name": "sgd",
     "optimizer.lr": 0.1,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.comm.group import Group
-from ultrascale.comm.ledger import ring_bytes
+from ultrascale.comm.ledger import Ledger, ring_bytes
 
 # torch renamed these two; the old names still work on new releases but warn, and old releases lack the new ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,7 +27,7 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 class Pending:
     """A call under way. It holds the tensors that it reads and writes; leave them alone until `wait`."""
 
-    __slots__ = ("_finish", "_kept", "_result", "_work")
+    __slots__ = ("_finish", "_kept", "_ledger", "_result", "_work")
 
     def __init__(
         self,
@@ -35,7 +35,9 @@ class Pending:
         work: dist.Work | None = None,
         kept: tuple[Tensor, ...] = (),
         finish: Callable[[], Tensor] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
+        self._ledger = ledger
         self._result = result
         self._work = work
         self._kept = kept
@@ -47,6 +49,8 @@ class Pending:
         May be called again: it then returns the same tensor.
         """
         if self._work is not None:
+            if self._ledger is not None and self._ledger.before_wait is not None:
+                self._ledger.before_wait()
             self._work.wait()
             self._work = None
         if self._finish is not None:
@@ -62,7 +66,7 @@ def all_reduce(tensor: Tensor, group: Group, op: Literal["sum", "max"] = "sum") 
     buffer = tensor.contiguous()
     record(group, "all_reduce", tensor, ring_bytes("all_reduce", tensor.nbytes, group.size))
     work = dist.all_reduce(buffer, op=_OPERATIONS[op], group=group.process_group, async_op=True)
-    return Pending(tensor, work, (buffer,), None if buffer is tensor else lambda: tensor.copy_(buffer))
+    return Pending(tensor, work, (buffer,), None if buffer is tensor else lambda: tensor.copy_(buffer), group.ledger)
 
 
 def all_gather(tensor: Tensor, group: Group, into: Tensor | None = None) -> Pending:
@@ -85,7 +89,7 @@ def all_gather(tensor: Tensor, group: Group, into: Tensor | None = None) -> Pend
         )
     record(group, "all_gather", tensor, ring_bytes("all_gather", gathered.nbytes, group.size))
     work = _all_gather(gathered, source, group=group.process_group, async_op=True)
-    return Pending(gathered, work, (source,))
+    return Pending(gathered, work, (source,), ledger=group.ledger)
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Pending:
@@ -105,10 +109,10 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending:
         # gloo's own is an all_reduce of the whole: twice the bytes, and measured two to five times slower.
         pieces = source.new_empty(source.shape)
         work = dist.all_to_all_single(pieces, source, group=group.process_group, async_op=True)
-        return Pending(pieces, work, (source,), lambda: _sum_pieces(pieces, group.size))
+        return Pending(pieces, work, (source,), lambda: _sum_pieces(pieces, group.size), group.ledger)
     piece = source.new_empty((source.shape[0] // group.size, *source.shape[1:]))
     work = _reduce_scatter(piece, source, group=group.process_group, async_op=True)
-    return Pending(piece, work, (source,))
+    return Pending(piece, work, (source,), ledger=group.ledger)
 
 
 def all_to_all(
@@ -150,7 +154,7 @@ def all_to_all(
         group=group.process_group,
         async_op=True,
     )
-    return Pending(received, work, (source,))
+    return Pending(received, work, (source,), ledger=group.ledger)
 
 
 def broadcast(tensor: Tensor, group: Group, source: int) -> Pending:
@@ -162,7 +166,7 @@ def broadcast(tensor: Tensor, group: Group, source: int) -> Pending:
     buffer = tensor.contiguous()
     record(group, "broadcast", tensor, ring_bytes("broadcast", tensor.nbytes, group.size))
     work = dist.broadcast(buffer, group_src=source, group=group.process_group, async_op=True)
-    return Pending(tensor, work, (buffer,), None if buffer is tensor else lambda: tensor.copy_(buffer))
+    return Pending(tensor, work, (buffer,), None if buffer is tensor else lambda: tensor.copy_(buffer), group.ledger)
 
 
 class DeterministicSum(Pending):

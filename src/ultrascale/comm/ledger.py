@@ -7,7 +7,7 @@ make.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -44,6 +44,8 @@ class Ledger:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.phase = ""
+        self.before_wait: Callable[[], None] | None = None
+        """Called before a call is awaited: what else could run meanwhile (`comm/turns.py`)."""
         self._sequence = count()
 
     @contextmanager

@@ -26,7 +26,7 @@ def send(tensor: Tensor, group: Group, destination: int, tag: int) -> Pending:
     payload = tensor.contiguous()
     record(group, "send", tensor, tensor.nbytes, f"to {group.ranks[destination]} tag {tag}")
     work = dist.isend(payload, group=group.process_group, group_dst=destination, tag=tag)
-    return Pending(tensor, work, (payload,))
+    return Pending(tensor, work, (payload,), ledger=group.ledger)
 
 
 def receive(buffer: Tensor, group: Group, source: int, tag: int) -> Pending:
@@ -40,7 +40,7 @@ def receive(buffer: Tensor, group: Group, source: int, tag: int) -> Pending:
         raise ValueError(f"receive over {group}: the buffer of shape {tuple(buffer.shape)} is not contiguous")
     record(group, "receive", buffer, 0, f"from {group.ranks[source]} tag {tag}")
     work = dist.irecv(buffer, group=group.process_group, group_src=source, tag=tag)
-    return Pending(buffer, work, (buffer,))
+    return Pending(buffer, work, (buffer,), ledger=group.ledger)
 
 
 def _check(group: Group, peer: int, tag: int) -> None:

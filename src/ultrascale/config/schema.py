@@ -144,9 +144,15 @@ class Pipeline(Section):
     """Name of the schedule; `ultrascale schedule NAME` draws it."""
     virtual_stages: Positive | None = None
     """Stages on each rank. null = the schedule's own number."""
+    group_size: Positive | None = None
+    """Micro-batches that run one after another on a virtual stage before the next stage's turn, for interleaved
+    schedules: more hide messages better and hold more activations. null = the schedule's own number."""
+    activation_limit: Positive | None = None
+    """Activations (stage × micro-batch) that each rank may hold at once, for automatic schedules. null = the
+    schedule's own number."""
     layout: LayersPerStage | str | None = None
-    """Layers on each stage, as [3, 5] or as "E t*3 | t*5 L" (E embedding, t block, L head). null = as even
-    as it goes."""
+    """Layers on each stage, as [3, 5] or as "E t*3 | t*5 L" (E embedding, t block, L head); balanced = so that the
+    slowest rank is fastest, by the FLOPs of layers and head. null = as even as it goes."""
 
 
 class Context(Section):

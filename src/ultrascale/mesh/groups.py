@@ -1,4 +1,4 @@
-"""The list of all communication groups of a run: a pure function of the config. Needs no torch.
+"""The list of all communication groups of a run, before any exists. Needs no torch.
 
 Every rank makes all of them at start, in the plan's order, and none later: a group that only its members make
 gives wrong sums or hangs. Each use has a group of its own even where two cover the same ranks: operations of
@@ -8,6 +8,7 @@ nor a bucket behind a message.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -32,9 +33,10 @@ class GroupSpec:
         return f"({', '.join(self.axes)}){at}"
 
 
-def group_plan(mesh: Mesh, config: Any) -> tuple[GroupSpec, ...]:
-    """All kinds of groups that a run of this config needs, in the order in which they are made.
+def group_plan(mesh: Mesh, copies: Iterable[tuple[int, ...]] = ()) -> tuple[GroupSpec, ...]:
+    """All kinds of groups that a run needs, in the order in which they are made.
 
+    copies   sets of pp coordinates that hold copies of one parameter: ties over stages, a schedule's second copies
     Kinds that would hold one rank each are left out.
     """
     wanted = [
@@ -46,9 +48,7 @@ def group_plan(mesh: Mesh, config: Any) -> tuple[GroupSpec, ...]:
     ]
     if "kv_replica" in mesh.leaves:
         wanted.append(GroupSpec(mesh.expand(["kv_replica"])))  # gradients of KV heads that several ranks hold
-    stages = mesh.sizes["pp"]
-    if config.model.tie_word_embeddings and stages > 1:
-        wanted.append(GroupSpec((), pipeline=(0, stages - 1)))  # the embedding and the head that is its copy
+    wanted += (GroupSpec((), pipeline=coordinates) for coordinates in copies)
     return tuple(dict.fromkeys(spec for spec in wanted if spec_size(mesh, spec) > 1))
 
 

@@ -127,12 +127,12 @@ class RunFolder:
     def _timeline(self) -> Path:
         return self.path / f"timeline-{self._rank}.jsonl"
 
-    def timeline(self, step: int, actions: Iterable[tuple[str, int, int, float, float]]) -> None:
-        """Adds a step's executed actions (kind, stage, micro-batch, start, end in seconds) to this rank's file.
+    def timeline(self, step: int, actions: Iterable[tuple[str, int, int, float, float, str]]) -> None:
+        """Adds a step's executed actions (kind, stage, micro-batch, start, end in seconds, text) to this rank's file.
 
         The only file that every rank writes: `timeline-RANK.jsonl`.
         """
-        names = ("kind", "stage", "micro_batch", "start", "end")
+        names = ("kind", "stage", "micro_batch", "start", "end", "action")
         text = "".join(_json({"step": step, **dict(zip(names, action, strict=True))}) + "\n" for action in actions)
         with open(self._timeline(), "a") as file:
             file.write(text)

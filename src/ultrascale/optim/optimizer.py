@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from ultrascale.config.schema import Config
-from ultrascale.parallel.gradients import Bucket, Gradients, Span, runs
+from ultrascale.parallel.buckets import Bucket, Span, runs
+from ultrascale.parallel.gradients import Gradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from ultrascale.comm import collectives
 from ultrascale.comm.group import Group
 from ultrascale.parallel.passes import Pass
+from ultrascale.parallel.whole_tokens import WholeTokens
 from ultrascale.precision.policy import wide
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
@@ -73,7 +74,8 @@ class _HeadLoss(torch.autograd.Function):
         local_max = torch.full((count,), -torch.inf, dtype=dtype, device=x.device)
         parts = torch.zeros((3, count), dtype=dtype, device=x.device)  # exp-sum, target's logit, sum of logits
         rows = _chunk_rows(weight)
-        keep = current.sink is not None and count * shard.valid * dtype.itemsize <= KEEP_BYTES
+        # By the rows in memory, which are as many on every tp rank: all of them keep, or none does.
+        keep = current.sink is not None and count * weight.shape[0] * dtype.itemsize <= KEEP_BYTES
         kept: list[torch.Tensor] = []
         if shard.valid:
             for start in range(0, count, rows):
@@ -101,18 +103,25 @@ class _HeadLoss(torch.autograd.Function):
         z_sum = torch.where(has_target, lse.square(), zero).sum()
 
         ctx.weight, ctx.shard, ctx.smoothing = weight, shard, smoothing
-        ctx.group, ctx.sequence_parallel, ctx.current, ctx.kept = group, sequence_parallel, current, kept
+        ctx.group, ctx.sequence_parallel, ctx.current = group, sequence_parallel, current
+        ctx.keep, ctx.kept = keep, kept
         ctx.save_for_backward(x, lse, local_max, local, owned, has_target)
         return loss_sum, z_sum
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, d_z: torch.Tensor) -> Any:
         x, lse, local_max, local, owned, has_target = ctx.saved_tensors
-        weight, shard, current = ctx.weight, ctx.shard, ctx.current
+        weight, shard = ctx.weight, ctx.shard
+        current: Pass = ctx.current
         assert current.sink is not None
-        whole = collectives.all_gather(x, ctx.group).wait() if ctx.sequence_parallel else x
-        tokens = whole.reshape(-1, whole.shape[-1])
-        dx = torch.zeros_like(tokens)
+        whole = WholeTokens(x, ctx.group, ctx.sequence_parallel)
+        # Where logits are kept they become the deferred gradient's own; a chunk that is made again is used at once.
+        work = _HeadGradient(weight, whole, current, [])
+        deferred = ctx.keep and current.splits_backward
+        if not deferred:
+            whole.issue()  # also by a rank whose vocabulary is all padding
+        count = local.shape[0]
+        dx = x.new_zeros(count, x.shape[-1])
         valid_weight = weight[: shard.valid]
         # d loss / d logit = p·(dL + 2·lse·dz) − dL·((1 − s)·onehot + s/V), and 0 where there is no target
         on_target = (has_target * d_loss).unsqueeze(1)
@@ -120,12 +129,13 @@ class _HeadLoss(torch.autograd.Function):
         # p = exp(logit − lse) = exp(logit − local max) · exp(local max − lse): what forward kept needs no second exp.
         on_exponential = on_p * torch.exp(local_max - lse).unsqueeze(1)
         rows = _chunk_rows(weight)
-        for number, start in enumerate(range(0, tokens.shape[0], rows) if shard.valid else ()):
+        for number, start in enumerate(range(0, count, rows) if shard.valid else ()):
             part = slice(start, start + rows)
             if ctx.kept:
                 exponentials = ctx.kept[number]
             else:
-                exponentials = _logits(tokens[part], weight, shard).sub_(local_max[part].unsqueeze(1)).exp_()
+                tokens = whole.wait().view(dx.shape)[part]
+                exponentials = _logits(tokens, weight, shard).sub_(local_max[part].unsqueeze(1)).exp_()
             dlogits = exponentials.mul_(on_exponential[part])
             if ctx.smoothing:
                 dlogits -= on_target[part] * (ctx.smoothing / shard.total)
@@ -133,11 +143,36 @@ class _HeadLoss(torch.autograd.Function):
             dlogits.scatter_add_(1, local[part].unsqueeze(1), hit)
             dlogits = dlogits.to(x.dtype)
             torch.matmul(dlogits, valid_weight, out=dx[part])
-            current.sink.accumulate_product(weight, dlogits, tokens[part], current.stage, current.micro_batch)
+            work.chunks.append((part, dlogits))
+            if not deferred:
+                work.run()
         ctx.kept = []
-        dx = dx.view_as(whole)
+        if deferred:
+            current.sink.defer(work, current.stage, current.micro_batch)
+        dx = dx.view(-1, *x.shape[1:])
         reduce = collectives.reduce_scatter if ctx.sequence_parallel else collectives.all_reduce
         return reduce(dx, ctx.group).wait(), *[None] * 7
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadGradient:
+    """The head's weight gradient of one micro-batch, a chunk of tokens at a time: (which, dlogits [tokens, valid])."""
+
+    weight: torch.Tensor
+    x: WholeTokens
+    current: Pass
+    chunks: list[tuple[slice, torch.Tensor]]
+
+    def issue(self) -> None:
+        self.x.issue()
+
+    def run(self) -> None:
+        current = self.current
+        assert current.sink is not None
+        tokens = self.x.wait().flatten(0, 1)
+        while self.chunks:
+            part, dlogits = self.chunks.pop(0)
+            current.sink.accumulate_product(self.weight, dlogits, tokens[part], current.stage, current.micro_batch)
 
 
 def head_loss(

@@ -8,13 +8,16 @@ action list says, while the rest of backward goes on. Everything is a plain SUM:
 1. over the axes that divide the batch, bucket by bucket;
 2. over the tensor axes of those members whose uses are divided there too (norms under sequence parallelism, replicated
    KV heads), as one small message of just those members;
-3. over the stages that hold copies of a tied parameter.
+3. over the pp coordinates that hold copies: of a tied parameter, or of a whole stage (two-way schedules).
+
+Where a backward is split, weight gradients that a layer hands to `defer` wait in a queue of their (stage, micro-batch)
+until the BW action runs it; a unit is done when the queue comes to the end of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -22,75 +25,19 @@ import torch
 from torch import nn
 
 from ultrascale.comm import collectives
-from ultrascale.comm.collectives import DeterministicSum, Pending
+from ultrascale.comm.collectives import Pending
 from ultrascale.comm.group import Group
 from ultrascale.mesh.axes import Mesh
+from ultrascale.parallel.buckets import Bucket, Span, make_buckets, runs
 from ultrascale.parallel.init import initialise
-from ultrascale.parallel.layout import BATCH_AXES, Layout, Stored, Tie
+from ultrascale.parallel.layout import Tie
 from ultrascale.parallel.module import Entry, Module, stored_tensors
+from ultrascale.parallel.passes import WeightGradient
+from ultrascale.parallel.reduction import Reduction
 from ultrascale.precision.policy import Policy
-
-ALIGNMENT = 64
-"""Elements to which a stored tensor's start is aligned in its bucket: GEMMs read aligned rows."""
 
 NORM_PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Elements whose norm is taken at a time, by device type: converted in a core's cache, or in few launches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One logical parameter's elements [start, stop) in a bucket, padding rows included."""
-
-    layout: Layout
-    start: int
-    stop: int
-    local_shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """A SUM under way, in the dtype in which gradients travel."""
-
-    group: Group
-    pending: Pending
-    message: torch.Tensor
-    target: torch.Tensor
-    """Where the sum belongs; the message itself when the dtypes are the same."""
-
-    def advance(self) -> None:
-        """Issues the second exchange of a deterministic sum, so that those of several buckets overlap."""
-        if isinstance(self.pending, DeterministicSum):
-            with self.group.ledger.during("reduce"):
-                self.pending.advance()
-
-    def finish(self) -> None:
-        """Waits, and puts the sum in its place."""
-        with self.group.ledger.during("reduce"):
-            self.pending.wait()
-        if self.message is not self.target:
-            self.target.copy_(self.message)
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Stored tensors that are reduced together: the same batch axes, the same tie, neighbours in order of use."""
-
-    stage: int
-    axes: tuple[str, ...]
-    """Leaf axes of its reduction."""
-    tie: str | None
-    entries: list[Entry]
-    units: tuple[str, ...]
-    spans: list[Span] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    """Where each entry's tensor begins."""
-    numel: int = 0
-    parameters: torch.Tensor = field(init=False)
-    masters: torch.Tensor = field(init=False)
-    gradients: torch.Tensor = field(init=False)
-    reduction: Reduction | None = None
-    missing: set[str] = field(default_factory=set)
-    """Units whose last backward of this step is still ahead."""
 
 
 class Gradients:
@@ -98,7 +45,7 @@ class Gradients:
 
     stages       stage → its units in order of use, (name, module)
     group_of     communication group of some leaf axes, seen from this rank (size 1 when they have size 1)
-    tie_groups   tie → the group of this rank's copies of it over stages (absent: no other copy)
+    copies_of    the group over pp that holds copies of a stage's parameters, or of a tie's (size 1: no other copy)
     """
 
     def __init__(
@@ -108,22 +55,44 @@ class Gradients:
         rank: int,
         policy: Policy,
         group_of: Callable[[tuple[str, ...]], Group],
-        tie_groups: Mapping[str, Group],
+        copies_of: Callable[[int | str], Group],
         bucket_bytes: int,
         deterministic: bool,
     ) -> None:
         self.mesh, self.rank, self.policy = mesh, rank, policy
-        self.group_of, self.tie_groups = group_of, dict(tie_groups)
+        self.group_of, self._copies_of = group_of, copies_of
         self.deterministic = deterministic
         self._roots = [module for units in stages.values() for _, module in units]
         self.buckets: list[Bucket] = []
-        for stage, units in stages.items():
-            self.buckets += _make_buckets(stage, list(stored_tensors(units)), mesh, policy, bucket_bytes)
+        self._aliases: dict[int, nn.Parameter] = {}
+        """A tied parameter's further tensors on this rank (by id) → the one that is stored."""
+        self._make_buckets(stages, bucket_bytes)
         self._view: dict[int, tuple[torch.Tensor, Bucket]] = {}
         self._touched: set[int] = set()
         self._last: dict[int, int] = {}
         self._issued: list[Reduction] = []
         """Of this step, in the order in which all replicas issue them."""
+        self._deferred: dict[tuple[int, int], list[WeightGradient]] = {}
+        """(stage, micro-batch) whose backward is split → what its BW has to do."""
+
+    def _make_buckets(self, stages: Mapping[int, list[tuple[str, nn.Module]]], bucket_bytes: int) -> None:
+        """Buckets of all stages; stages of one rank that use a tied parameter share one tensor of it."""
+        ties: dict[str, Entry] = {}
+        further: dict[str, list[tuple[int, str]]] = {}
+        for stage, units in stages.items():
+            entries = []
+            for entry in stored_tensors(units):
+                tie = entry.stored.members[0].tie
+                if tie and tie.group in ties:
+                    self._aliases[id(entry.parameter)] = ties[tie.group].parameter
+                    further.setdefault(tie.group, []).append((stage, entry.unit))
+                    continue
+                if tie:
+                    ties[tie.group] = entry
+                entries.append(entry)
+            self.buckets += make_buckets(stage, entries, self.mesh, self.policy, bucket_bytes)
+        for bucket in self.buckets:
+            bucket.uses += tuple(further.get(bucket.tie or "", ()))
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -148,6 +117,7 @@ class Gradients:
                 parameter = nn.Parameter(bucket.parameters[start:stop].view(shape))
                 made[id(entry.parameter)] = parameter
                 self._view[id(parameter)] = (bucket.gradients[start:stop].view(shape), bucket)
+        made |= {alias: made[id(owner)] for alias, owner in self._aliases.items()}
         self._rebind(made)
 
     def _rebind(self, made: Mapping[int, nn.Parameter]) -> None:
@@ -174,7 +144,7 @@ class Gradients:
         self._last = dict(last_backward)
         for bucket in self.buckets:
             bucket.gradients.zero_()
-            bucket.missing = set(bucket.units)
+            bucket.missing = set(bucket.uses)
             assert bucket.reduction is None, "a reduction of the last step was never awaited"
 
     def _target(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -182,7 +152,7 @@ class Gradients:
             view, bucket = self._view[id(parameter)]
         except KeyError:
             raise KeyError("a gradient came for a tensor that no bucket holds") from None
-        assert bucket.reduction is None, f"a gradient of {bucket.units} came after its reduction was issued"
+        assert bucket.reduction is None, f"a gradient of {bucket.uses} came after its reduction was issued"
         self._touched.add(id(parameter))
         return view
 
@@ -209,24 +179,58 @@ class Gradients:
         target = self._target(parameter)
         target.index_add_(0, rows, gradient.to(target.dtype))
 
+    # ---- split backward -------------------------------------------------------------------------------------------
+
+    def split(self, stage: int, micro_batch: int) -> None:
+        """Before an input-gradient backward (BI): what layers `defer` waits for `run_deferred`."""
+        self._deferred[stage, micro_batch] = []
+
+    def defers(self, stage: int, micro_batch: int) -> bool:
+        """Whether weight gradients of this pass wait."""
+        return (stage, micro_batch) in self._deferred
+
+    def defer(self, work: WeightGradient, stage: int, micro_batch: int) -> None:
+        """Runs a weight gradient in its turn: now, or with the BW of a split backward."""
+        queue = self._deferred.get((stage, micro_batch))
+        if queue is None:
+            work.run()
+        else:
+            queue.append(work)
+
+    @torch.no_grad()
+    def run_deferred(self, stage: int, micro_batch: int) -> None:
+        """The BW action: weight gradients in the order of backward, each dropped as soon as it is done."""
+        queue = self._deferred.pop((stage, micro_batch))
+        queue.reverse()
+        while queue:
+            work = queue.pop()
+            work.issue()
+            if queue:
+                queue[-1].issue()  # its communication hides behind this one's GEMM
+            work.run()
+
     # ---- reduction ------------------------------------------------------------------------------------------------
 
     def unit_done(self, unit: str, stage: int, micro_batch: int) -> None:
-        """A unit's weight gradients of one micro-batch are there; the last one of the step may free its bucket."""
-        if self._last.get(stage) != micro_batch:
-            return
-        for bucket in self.buckets:
-            if bucket.stage == stage and unit in bucket.missing:
-                bucket.missing.discard(unit)
-                if not bucket.missing:
-                    self._issue(bucket)
+        """A unit's backward of one micro-batch has ended; after the last one of the step its bucket may go."""
+        self.defer(_UnitDone(self, unit, stage, micro_batch), stage, micro_batch)
+
+    def complete(self, unit: str, stage: int, micro_batch: int) -> None:
+        """A unit's weight gradients of one micro-batch are there."""
+        if self._last.get(stage) == micro_batch:
+            self._settle({(stage, unit)})
 
     def reduce(self, stage: int) -> None:
         """The REDUCE action: issues what is left of the stage (its first unit has no input gradient to end it)."""
+        self._settle({use for bucket in self.buckets for use in bucket.missing if use[0] == stage})
+
+    def _settle(self, uses: set[tuple[int, str]]) -> None:
+        """These uses have given all their gradients; buckets that wait for no other are issued."""
         for bucket in self.buckets:
-            if bucket.stage == stage and bucket.missing:
-                bucket.missing.clear()
-                self._issue(bucket)
+            if bucket.missing & uses:
+                bucket.missing -= uses
+                if not bucket.missing:
+                    self._issue(bucket)
 
     def _issue(self, bucket: Bucket) -> None:
         """Issues a bucket's reduction, and the second half of those that have had time to arrive: pieces are freed."""
@@ -258,8 +262,11 @@ class Gradients:
         for axes, parts in self._tensor_sums().items():
             self._sum_parts(parts, self.group_of(axes))
         for bucket in self.buckets:
-            if bucket.tie in self.tie_groups:
-                self._sum(bucket.gradients, self.tie_groups[bucket.tie]).finish()
+            self._sum(bucket.gradients, self.copies_of(bucket)).finish()
+
+    def copies_of(self, bucket: Bucket) -> Group:
+        """The ranks over pp that hold copies of a bucket: of its tie, or of its stage."""
+        return self._copies_of(bucket.tie or bucket.stage)
 
     def _tensor_sums(self) -> dict[tuple[str, ...], list[torch.Tensor]]:
         """Axes beyond the batch's → the members whose gradients arrive in parts over them too."""
@@ -293,10 +300,7 @@ class Gradients:
 
     def counts(self, bucket: Bucket, span: Span) -> bool:
         """Whether this rank is the one that counts the span in the norm and saves it: one of all its copies."""
-        if not span.layout.is_owner(self.mesh, self.rank):
-            return False
-        group = self.tie_groups.get(bucket.tie) if bucket.tie else None
-        return group is None or group.index == 0
+        return span.layout.is_owner(self.mesh, self.rank) and self.copies_of(bucket).index == 0
 
     def ties(self) -> list[Tie]:
         """Ties of the parameters on this rank."""
@@ -323,67 +327,17 @@ class Gradients:
                 bucket.parameters.copy_(bucket.masters)
 
 
-def runs(spans: Iterable[Span], chosen: Callable[[Span], bool]) -> list[tuple[int, int]]:
-    """(start, stop) of the chosen spans of a bucket, neighbours merged.
+@dataclass(frozen=True, slots=True)
+class _UnitDone:
+    """The end of a unit in a queue of deferred weight gradients."""
 
-    The alignment gap between two neighbours is part of a run: it holds zeros for ever. A span that is not chosen is
-    part of none, however small.
-    """
-    merged: list[tuple[int, int]] = []
-    follows = False
-    for span in spans:
-        if chosen(span):
-            start = merged.pop()[0] if follows else span.start
-            merged.append((start, span.stop))
-        follows = chosen(span)
-    return merged
+    gradients: Gradients
+    unit: str
+    stage: int
+    micro_batch: int
 
+    def issue(self) -> None:
+        pass
 
-def _bucket_key(stored: Stored, mesh: Mesh) -> tuple[tuple[str, ...], str | None]:
-    """(batch axes of the reduction, tie): tensors with one key may share a bucket."""
-    batch = set(mesh.expand(BATCH_AXES))
-    keys = {tuple(a for a in layout.gradient_axes(mesh) if a in batch) for layout in stored.members}
-    if len(keys) != 1:
-        raise ValueError(f"members of one stored tensor are reduced over different batch axes: {sorted(keys)}")
-    tie = stored.members[0].tie
-    return keys.pop(), tie.group if tie else None
-
-
-def _make_buckets(stage: int, entries: list[Entry], mesh: Mesh, policy: Policy, bucket_bytes: int) -> list[Bucket]:
-    """Buckets in reverse order of use, so that the first is full when most of backward is still ahead."""
-    groups: dict[tuple[tuple[str, ...], str | None], list[list[Entry]]] = {}
-    sizes: dict[tuple[tuple[str, ...], str | None], int] = {}
-    for entry in reversed(entries):
-        key = _bucket_key(entry.stored, mesh)
-        size = entry.parameter.numel() * policy.accumulate.itemsize
-        buckets = groups.setdefault(key, [])
-        # A unit stays whole: its tensors become ready together, and later stages of ZeRO gather it as one.
-        same_unit = bool(buckets) and buckets[-1][-1].unit == entry.unit
-        if not buckets or (sizes[key] + size > bucket_bytes and not same_unit):
-            buckets.append([])
-            sizes[key] = 0
-        buckets[-1].append(entry)
-        sizes[key] += size
-    made = []
-    for (axes, tie), buckets in groups.items():
-        for members in buckets:
-            units = tuple(dict.fromkeys(entry.unit for entry in members))
-            bucket = Bucket(stage, axes, tie, members, units)
-            _lay_out(bucket, mesh)
-            made.append(bucket)
-    return made
-
-
-def _lay_out(bucket: Bucket, mesh: Mesh) -> None:
-    """Gives each stored tensor its place; tensors of one decay and learning-rate class lie next to each other."""
-    bucket.entries.sort(key=lambda e: (not e.stored.members[0].decay, e.stored.members[0].lr_scale))
-    offset = 0
-    for entry in bucket.entries:
-        bucket.starts.append(offset)
-        row_size = entry.parameter.numel() // max(1, entry.parameter.shape[0])
-        for member in entry.stored.places(mesh):
-            start = offset + member.row * row_size
-            stop = start + member.rows * row_size
-            bucket.spans.append(Span(member.layout, start, stop, member.layout.local_shape(mesh)))
-        offset += -(-entry.parameter.numel() // ALIGNMENT) * ALIGNMENT
-    bucket.numel = offset
+    def run(self) -> None:
+        self.gradients.complete(self.unit, self.stage, self.micro_batch)

@@ -8,8 +8,24 @@ from typing import Any, Protocol
 import torch
 
 
+class WeightGradient(Protocol):
+    """The part of a layer's backward that nothing but the optimizer waits for: it may run later than the rest."""
+
+    def issue(self) -> None:
+        """Starts the communication that it needs, if any. May be called more than once, or never."""
+
+    def run(self) -> None:
+        """Computes the gradient and hands it to `accumulate*`."""
+
+
 class GradientSink(Protocol):
     """Where every weight gradient goes (`parallel/gradients.py`)."""
+
+    def defers(self, stage: int, micro_batch: int) -> bool:
+        """Whether the backward of this pass is split: what is handed to `defer` runs later."""
+
+    def defer(self, work: WeightGradient, stage: int, micro_batch: int) -> None:
+        """Runs `work` in its turn: at once, or with the weight-gradient action of a split backward."""
 
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor, stage: int, micro_batch: int) -> None:
         """Adds `gradient` (any dtype, the parameter's local shape)."""
@@ -30,7 +46,7 @@ class GradientSink(Protocol):
         """Adds gradient[i] to row rows[i]: rows int64 [tokens], gradient [tokens, in]."""
 
     def unit_done(self, unit: str, stage: int, micro_batch: int) -> None:
-        """Says that the unit's backward of this micro-batch has made all its weight gradients."""
+        """Says that the unit's backward of this micro-batch has made, or deferred, all its weight gradients."""
 
 
 @dataclass(slots=True)
@@ -43,6 +59,11 @@ class Pass:
     """None in evaluation: there is no backward."""
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     """cos and sin [seq, batch, 1, head_dim / 2] of this micro-batch's positions, made once per pass."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether this pass is in a backward whose weight gradients run later."""
+        return self.sink is not None and self.sink.defers(self.stage, self.micro_batch)
 
 
 class _UnitInput(torch.autograd.Function):

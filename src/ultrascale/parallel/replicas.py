@@ -10,7 +10,8 @@ import torch
 
 from ultrascale.comm import collectives
 from ultrascale.comm.group import Group
-from ultrascale.parallel.gradients import Bucket, Gradients, Span
+from ultrascale.parallel.buckets import Bucket, Span
+from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.layout import BATCH_AXES
 
 _PRIME = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's odd word, as int64
@@ -29,14 +30,14 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_replicas(gradients: Gradients) -> None:
-    """Compares the masters of all copies, over batch axes, tensor axes and ties; collective.
+    """Compares the masters of all copies, over batch axes, tensor axes and stages; collective.
 
     Raises ReplicaError on every rank of the world when any group holds copies that differ.
     """
     mesh = gradients.mesh
     batch = set(mesh.expand(BATCH_AXES))
     by_axes: dict[tuple[str, ...], list[tuple[Bucket, Span]]] = {}
-    by_tie: dict[str, list[tuple[Bucket, Span]]] = {}
+    over_stages: dict[Group, list[tuple[Bucket, Span]]] = {}
     for bucket in gradients.buckets:
         for span in bucket.spans:
             replicas = span.layout.replica_axes(mesh)
@@ -45,13 +46,13 @@ def check_replicas(gradients: Gradients) -> None:
             for axes in (over_batch, over_tensor):
                 if mesh.size(axes) > 1:
                     by_axes.setdefault(axes, []).append((bucket, span))
-            if bucket.tie in gradients.tie_groups:
-                by_tie.setdefault(bucket.tie or "", []).append((bucket, span))
+            if (copies := gradients.copies_of(bucket)).size > 1:
+                over_stages.setdefault(copies, []).append((bucket, span))
     # Two sets of axes may be one group (one KV head: kv_replica is all of tp), and both parts are compared.
     groups: dict[Group, list[tuple[Bucket, Span]]] = {}
     for group, held in (
         *((gradients.group_of(axes), held) for axes, held in by_axes.items()),
-        *((gradients.tie_groups[tie], held) for tie, held in by_tie.items()),
+        *over_stages.items(),
     ):
         groups.setdefault(group, []).extend(held)
     differing: list[str] = []

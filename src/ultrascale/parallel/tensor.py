@@ -10,6 +10,7 @@ The collective of an input gradient is issued before the weight gradient's GEMM 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ import torch.nn.functional as F
 
 from ultrascale.comm import collectives
 from ultrascale.comm.group import Group
+from ultrascale.comm.ledger import Ledger
 from ultrascale.kernels import reference
 from ultrascale.parallel.layout import Layout
 from ultrascale.parallel.module import Build, Module
 from ultrascale.parallel.passes import Pass
+from ultrascale.parallel.whole_tokens import WholeTokens
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -28,11 +31,32 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _weight_gradient(ctx: Any, dy: torch.Tensor, x: torch.Tensor) -> None:
+@dataclass(frozen=True, slots=True)
+class _LinearGradient:
+    """dW = dyᵀ·x of one linear and one micro-batch. dy [seq, batch, out / tp]"""
+
+    weight: torch.Tensor
+    dy: torch.Tensor
+    x: WholeTokens
+    current: Pass
+    ledger: Ledger
+    name: str
+
+    def issue(self) -> None:
+        self.x.issue()
+
+    def run(self) -> None:
+        current, x = self.current, self.x.wait()
+        assert current.sink is not None
+        self.ledger.mark(f"weight_gradient {self.name}")
+        current.sink.accumulate_product(self.weight, _flat(self.dy), _flat(x), current.stage, current.micro_batch)
+
+
+def _weight_gradient(ctx: Any, dy: torch.Tensor, x: WholeTokens) -> None:
     current: Pass = ctx.current
     assert current.sink is not None
-    ctx.group.ledger.mark(f"weight_gradient {ctx.name}")
-    current.sink.accumulate_product(ctx.weight, _flat(dy), _flat(x), current.stage, current.micro_batch)
+    work = _LinearGradient(ctx.weight, dy, x, current, ctx.group.ledger, ctx.name)
+    current.sink.defer(work, current.stage, current.micro_batch)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -62,9 +86,10 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        gathering = collectives.all_gather(x, ctx.group) if ctx.sequence_parallel else None
+        whole = WholeTokens(x, ctx.group, ctx.sequence_parallel)
+        if not ctx.current.splits_backward:
+            whole.issue()  # hidden behind dx; a deferred weight gradient gathers in its own time, and keeps less
         dx = dy.matmul(ctx.weight)
-        whole = gathering.wait() if gathering is not None else x
         reduce = collectives.reduce_scatter if ctx.sequence_parallel else collectives.all_reduce
         reducing = reduce(dx, ctx.group)
         _weight_gradient(ctx, dy, whole)
@@ -100,7 +125,7 @@ class _RowParallel(torch.autograd.Function):
         if ctx.sequence_parallel:
             dy = collectives.all_gather(dy, ctx.group).wait()
         dx = dy.matmul(ctx.weight)
-        _weight_gradient(ctx, dy, x)
+        _weight_gradient(ctx, dy, WholeTokens(x, ctx.group, sequence_parallel=False))
         return dx, None, None, None, None, None
 
 

@@ -47,6 +47,9 @@ MESSAGES = SENDS | RECEIVES
 PARAMETERS = frozenset({Kind.REDUCE, Kind.UNSHARD, Kind.RESHARD})
 BACKWARDS = frozenset({Kind.B, Kind.BI, Kind.BW})
 
+_CARRIED = {Kind.SEND_F: (0, 0), Kind.RECV_F: (0, -1), Kind.SEND_B: (1, -1), Kind.RECV_B: (1, 0)}
+"""Whether a message is a gradient, and its boundary from the action's stage."""
+
 WHOLE_STEP = -1
 """The micro-batch of an action that belongs to a stage and not to one of its micro-batches (REDUCE)."""
 
@@ -149,15 +152,15 @@ class Action:
     @property
     def message(self) -> Message:
         """What a SEND or RECV carries. Raises ScheduleError for other kinds."""
-        if self.kind is Kind.SEND_F:
-            return Message("activation", self.stage, self.micro_batch)
-        if self.kind is Kind.RECV_F:
-            return Message("activation", self.stage - 1, self.micro_batch)
-        if self.kind is Kind.SEND_B:
-            return Message("gradient", self.stage - 1, self.micro_batch)
-        if self.kind is Kind.RECV_B:
-            return Message("gradient", self.stage, self.micro_batch)
-        raise ScheduleError(f"{self} carries no message")
+        if self.kind not in _CARRIED:
+            raise ScheduleError(f"{self} carries no message")
+        gradient, shift = _CARRIED[self.kind]
+        return Message("gradient" if gradient else "activation", self.stage + shift, self.micro_batch)
+
+    def tag(self, micro_batches: int) -> int:
+        """That of the message which a SEND or RECV carries, for long lists: `message.tag(micro_batches)`."""
+        gradient, shift = _CARRIED[self.kind]
+        return 2 * ((self.stage + shift) * micro_batches + self.micro_batch) + gradient
 
     def __str__(self) -> str:
         if self.kind is Kind.FB:
@@ -241,8 +244,11 @@ class Plan:
         """(rank, index, F, B, BI or BW) of all compute actions; both parts of an FB have its index."""
         for rank, actions in enumerate(self.actions):
             for index, action in enumerate(actions):
-                for part in action.computes:
-                    yield rank, index, part
+                if action.parts:
+                    for part in action.parts:
+                        yield rank, index, part
+                elif action.kind in COMPUTE:
+                    yield rank, index, action
 
     def runners(self) -> dict[tuple[int, int], int]:
         """(stage, micro-batch) → the rank that runs its forward (and so its backward)."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from itertools import accumulate
 from operator import itemgetter
 
 from ultrascale.pipeline.actions import (
     COMPUTE,
-    MESSAGES,
     SENDS,
     Action,
     Kind,
-    Message,
     Payload,
     Plan,
     ScheduleError,
@@ -22,6 +19,13 @@ from ultrascale.pipeline.replay import last_backwards
 
 Channel = tuple[int, int, Payload]
 """(source rank, destination rank, payload): messages on a channel arrive in the order of their sends."""
+
+
+_ONWARD: dict[int, tuple[Kind, Kind, Payload]] = {
+    1: (Kind.SEND_F, Kind.RECV_F, "activation"),
+    -1: (Kind.SEND_B, Kind.RECV_B, "gradient"),
+}
+"""What goes to the next stage, and to the one before."""
 
 
 def insert_communication(plan: Plan) -> Plan:
@@ -40,47 +44,47 @@ def insert_communication(plan: Plan) -> Plan:
     runners = plan.runners()
 
     sends: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(plan.ranks)]
-    channels: dict[Channel, list[Message]] = defaultdict(list)  # in the order of the sends
-    needed: dict[Message, int] = {}  # → index of the action that needs it, in its rank's list
+    channels: dict[Channel, list[Action]] = defaultdict(list)  # the receives, in the order of the sends
+    needed: dict[int, int] = {}  # what a receive is for → index of the action that needs it, in its rank's list
+    width = plan.micro_batches
     for rank, index, part in plan.computes():
-        stage, micro_batch = part.stage, part.micro_batch
-        if part.kind is Kind.BW:
+        kind, stage, micro_batch = part.kind, part.stage, part.micro_batch
+        if kind is Kind.BW:
             continue
-        payload: Payload = "activation" if part.kind is Kind.F else "gradient"
-        onward = 1 if part.kind is Kind.F else -1
-        if 0 <= stage + onward < plan.stages:
-            target = _runner(runners, part, stage + onward, rank, index)
-            if target != rank:
-                send = Action(Kind.SEND_F if onward > 0 else Kind.SEND_B, stage, micro_batch, peer=target)
-                sends[rank][index].append(send)
-                channels[rank, target, payload].append(send.message)
-        if 0 <= stage - onward < plan.stages and _runner(runners, part, stage - onward, rank, index) != rank:
-            boundary = stage - 1 if onward > 0 else stage
-            needed[Message(payload, boundary, micro_batch)] = index
+        onward = 1 if kind is Kind.F else -1
+        if 0 <= stage + onward < plan.stages and (target := _runner(runners, part, onward, rank, index)) != rank:
+            send, receive, payload = _ONWARD[onward]
+            sends[rank][index].append(Action(send, stage, micro_batch, peer=target))
+            channels[rank, target, payload].append(Action(receive, stage + onward, micro_batch, peer=rank))
+        if 0 <= stage - onward < plan.stages and _runner(runners, part, -onward, rank, index) != rank:
+            needed[2 * (stage * width + micro_batch) + (onward < 0)] = index
 
     receives: list[dict[int, list[tuple[int, Action]]]] = [defaultdict(list) for _ in range(plan.ranks)]
     before = [_previous_compute(actions) for actions in plan.actions]
-    for (source, target, payload), messages in channels.items():
-        for message in messages:
-            if message not in needed:
-                raise ScheduleError(f"nothing on rank {target} needs {message}, which rank {source} makes")
-        # No later than the next message of the channel: a running minimum, from the last message back.
-        latest = list(accumulate((needed[message] for message in reversed(messages)), min))[::-1]
-        for message, index in zip(messages, latest, strict=True):
-            if payload == "activation":
-                receive = Action(Kind.RECV_F, message.boundary + 1, message.micro_batch, peer=source)
-            else:
-                receive = Action(Kind.RECV_B, message.boundary, message.micro_batch, peer=source)
-            receives[target][before[target][index]].append((index, receive))
+    for (source, target, payload), posted in channels.items():
+        gradient = payload == "gradient"
+        latest = len(plan.actions[target])
+        places = []
+        for message in reversed(posted):
+            place = needed.get(2 * (message.stage * width + message.micro_batch) + gradient)
+            if place is None:
+                raise ScheduleError(f"nothing on rank {target} needs {message.message}, which rank {source} makes")
+            # No later than the next message of the channel: a running minimum, from the last message back.
+            latest = min(latest, place)
+            places.append(latest)
+        for message, place in zip(posted, reversed(places), strict=True):
+            receives[target][before[target][place]].append((place, message))
 
     lists = []
     for rank, actions in enumerate(plan.actions):
         row: list[Action] = []
         for index, action in enumerate(actions):
             # What is needed first is posted first; the sort is stable, so that channels keep their order.
-            row += (receive for _, receive in sorted(receives[rank][index], key=itemgetter(0)))
+            if index in receives[rank]:
+                row += (receive for _, receive in sorted(receives[rank][index], key=itemgetter(0)))
             row.append(action)
-            row += sends[rank][index]
+            if index in sends[rank]:
+                row += sends[rank][index]
         lists.append(tuple(row))
     return replace(plan, actions=tuple(lists), passes=(*plan.passes, "communication"))
 
@@ -114,23 +118,26 @@ def insert_reduce(plan: Plan) -> Plan:
         row: list[Action] = []
         for index, action in enumerate(actions):
             row.append(action)
-            row += due[index]
+            if index in due:
+                row += due[index]
         lists.append(tuple(row))
     return replace(plan, actions=tuple(lists), passes=(*plan.passes, "reduce"))
 
 
 def channel_of(rank: int, action: Action) -> Channel:
     """The channel of a SEND or RECV in the list of `rank`. Raises ScheduleError for other kinds."""
-    payload = action.message.payload
-    if action.kind not in MESSAGES or action.peer is None:
+    if action.peer is None:
         raise ScheduleError(f"{action} carries no message")
+    payload: Payload = "activation" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradient"
     return (rank, action.peer, payload) if action.kind in SENDS else (action.peer, rank, payload)
 
 
-def _runner(runners: dict[tuple[int, int], int], part: Action, stage: int, rank: int, index: int) -> int:
-    if (stage, part.micro_batch) not in runners:
-        raise ScheduleError(f"its neighbour F{stage}.{part.micro_batch} is run by no rank", rank, index, part)
-    return runners[stage, part.micro_batch]
+def _runner(runners: dict[tuple[int, int], int], part: Action, onward: int, rank: int, index: int) -> int:
+    runner = runners.get((part.stage + onward, part.micro_batch))
+    if runner is None:
+        neighbour = f"F{part.stage + onward}.{part.micro_batch}"
+        raise ScheduleError(f"its neighbour {neighbour} is run by no rank", rank, index, part)
+    return runner
 
 
 def _previous_compute(actions: tuple[Action, ...]) -> list[int]:

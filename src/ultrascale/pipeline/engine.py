@@ -18,30 +18,33 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ultrascale.comm import p2p
 from ultrascale.comm.collectives import Pending
 from ultrascale.comm.group import Group
+from ultrascale.comm.turns import take_turns
 from ultrascale.models.batch import StepBatch
 from ultrascale.models.family import StageModule
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.objective import Objective
 from ultrascale.parallel.passes import Pass
-from ultrascale.pipeline.actions import COMPUTE, Action, Kind, Plan
+from ultrascale.pipeline.actions import COMPUTE, SENDS, Action, Kind, Message, Payload, Plan
 from ultrascale.pipeline.releases import releases
 
 Outputs = list[dict[str, torch.Tensor]]
 """What the last stage returned, micro-batch by micro-batch, detached; empty on other ranks."""
 
 
-FORWARD_ONLY_SENDS = 2
-"""Sends that an evaluation leaves under way."""
+ONE_WAY_SENDS = 2
+"""Sends that an evaluation over stages in rank order leaves under way."""
 
 
 class Timed(NamedTuple):
-    """One executed action, for the timeline. Seconds of `time.perf_counter`."""
+    """One executed action, for the timeline, from when its inputs were there. Seconds of `time.perf_counter`."""
 
     kind: str
     stage: int
     micro_batch: int
     start: float
     end: float
+    action: str
+    """Text form of the whole action: of an FB both parts, where the fields above say its forward's."""
 
 
 @dataclass(slots=True)
@@ -84,17 +87,31 @@ class Engine:
         """Set to a list to have executed actions recorded."""
         self._releases = releases(plan)[pipeline.index]
         self._last_backward = {
-            a.stage: a.micro_batch for action in self.actions for a in action.computes if a.kind is Kind.B
+            a.stage: a.micro_batch for action in self.actions for a in action.computes if a.kind in (Kind.B, Kind.BW)
         }
+        # Nothing comes back that proves arrival; but who is waited for cannot be waiting for this rank.
+        self._one_way = plan.forward_only and all(
+            action.peer is None or action.peer > rank
+            for rank, row in enumerate(plan.actions)
+            for action in row
+            if action.kind in SENDS
+        )
+        self._crossing = {action.message for action in self.actions if action.kind in SENDS}
+        """What this rank makes for others."""
         self._execute: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
+            Kind.BI: self._input_backward,
+            Kind.BW: self._weight_backward,
+            Kind.FB: self._pair,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
             Kind.REDUCE: self._reduce,
         }
+        self._began = 0.0
+        """When the action that runs had what it waits for."""
         self._reset()
 
     def _reset(self) -> None:
@@ -102,7 +119,7 @@ class Engine:
         self._outputs: Outputs = []
         self._in_flight: dict[Key, _InFlight] = {}
         self._ready: dict[tuple[str, int, int], torch.Tensor] = {}
-        """("activation" | "gradient", stage that needs it, micro-batch) → made on this rank, not yet used."""
+        """("activation" | "gradient", stage that needs it, micro-batch) → on this rank, not yet used."""
         self._awaited: dict[tuple[str, int, int], Pending] = {}
         self._to_send: dict[tuple[str, int, int], torch.Tensor] = {}
         self._sent: dict[int, Pending] = {}
@@ -121,20 +138,18 @@ class Engine:
         if self.gradients is not None:
             self.gradients.begin_step(self._last_backward)
         for index, action in enumerate(self.actions):
-            start = time.perf_counter()
+            self._began = time.perf_counter()
             self._execute[action.kind](action)
+            if self.timeline is not None and action.kind in COMPUTE:
+                end = time.perf_counter()
+                kind, stage, micro_batch = str(action.kind), action.stage, action.micro_batch
+                self.timeline.append(Timed(kind, stage, micro_batch, self._began, end, str(action)))
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
                 self._sent[index] = self._awaited.pop(("sent", action.stage, action.micro_batch))
-                if self.plan.forward_only and len(self._sent) > FORWARD_ONLY_SENDS:
-                    # Nothing comes back that proves arrival. Messages go one way here: who is waited for does not
-                    # wait for this rank.
+                if self._one_way and len(self._sent) > ONE_WAY_SENDS:
                     self._sent.pop(min(self._sent)).wait()
             for sent in self._releases.get(index, ()):
                 self._sent.pop(sent).wait()
-            if self.timeline is not None and action.kind in COMPUTE:
-                self.timeline.append(
-                    Timed(str(action.kind), action.stage, action.micro_batch, start, time.perf_counter())
-                )
         for pending in self._sent.values():
             pending.wait()
         outputs = self._outputs
@@ -146,9 +161,15 @@ class Engine:
 
     def _take(self, payload: str, stage: int, micro_batch: int) -> torch.Tensor:
         """An input or a gradient that this stage needs: received, or made on this rank."""
+        self._await(payload, stage, micro_batch)
+        return self._ready.pop((payload, stage, micro_batch))
+
+    def _await(self, payload: str, stage: int, micro_batch: int) -> None:
+        """Waits for a message, if this is one; from then on the action runs."""
         key = (payload, stage, micro_batch)
-        pending = self._awaited.pop(key, None)
-        return self._ready.pop(key) if pending is None else pending.wait()
+        if key in self._awaited:
+            self._ready[key] = self._awaited.pop(key).wait()
+            self._began = time.perf_counter()
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.micro_batch
@@ -181,12 +202,30 @@ class Engine:
             assert held.input.grad is not None
             self._hand_over("gradient", stage, stage - 1, number, held.input.grad)
 
-    def _hand_over(self, payload: str, source: int, target: int, micro_batch: int, tensor: torch.Tensor) -> None:
+    def _input_backward(self, action: Action) -> None:
+        """Backward without the weight gradients, which wait for the BW of this stage and micro-batch."""
+        assert self.gradients is not None
+        self.gradients.split(action.stage, action.micro_batch)
+        self._backward(action)
+
+    def _weight_backward(self, action: Action) -> None:
+        assert self.gradients is not None
+        with self.ledger.during("backward"):
+            self.gradients.run_deferred(action.stage, action.micro_batch)
+
+    def _pair(self, action: Action) -> None:
+        """A forward and a backward, of which one goes on while the other waits for a collective."""
+        forward, backward = action.parts
+        self._await("activation", forward.stage, forward.micro_batch)
+        self._await("gradient", backward.stage, backward.micro_batch)
+        take_turns(self.ledger, lambda: self._forward(forward), lambda: self._execute[backward.kind](backward))
+
+    def _hand_over(self, payload: Payload, source: int, target: int, micro_batch: int, tensor: torch.Tensor) -> None:
         """To a stage on this rank at once; to another rank when the SEND that follows says so."""
-        if target in self.stages:
-            self._ready[payload, target, micro_batch] = tensor
-        else:
+        if Message(payload, min(source, target), micro_batch) in self._crossing:
             self._to_send[payload, source, micro_batch] = tensor
+        else:
+            self._ready[payload, target, micro_batch] = tensor
 
     # ---- messages and parameters ----------------------------------------------------------------------------------
 

@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
 from ultrascale.pipeline.actions import Plan
 from ultrascale.pipeline.communication import insert_communication, insert_reduce
 from ultrascale.pipeline.costs import Costs
 from ultrascale.pipeline.replay import Model
-from ultrascale.pipeline.schedules import registry
+from ultrascale.pipeline.schedules import evaluation, registry
+from ultrascale.pipeline.schedules.registry import Schedule
+from ultrascale.pipeline.schedules.request import Request
 from ultrascale.pipeline.validate import validate
 
+if TYPE_CHECKING:
+    from ultrascale.config.schema import Config
 
+
+@lru_cache(maxsize=4)  # a plan is asked for by several, and costs seconds for many micro-batches
 def program(
     name: str,
-    stages: int,
+    ranks: int,
     micro_batches: int,
     virtual_stages: int | None = None,
     costs: Costs | None = None,
+    group_size: int | None = None,
+    activation_limit: int | None = None,
     model: Model = "rendezvous",
 ) -> Plan:
-    """The schedule for `stages` ranks with its messages and reductions, proven right under its memory bound.
+    """The schedule for `ranks` pp coordinates with its messages and reductions, proven right under its memory bound.
 
     A pure function: every rank builds the whole plan and runs `plan.actions[its pp coordinate]`.
     Raises ScheduleError for an unknown name, numbers that the schedule does not take, or a wrong plan.
     """
     entry = registry.find(name)
-    plan = registry.build(name, stages, micro_batches, virtual_stages, costs)
-    plan = insert_reduce(insert_communication(plan))
-    per_rank = registry.virtual_stages(entry, virtual_stages)
-    validate(plan, entry.memory_bound(stages, micro_batches, per_rank), model)
+    request = registry.request(entry, ranks, micro_batches, virtual_stages, costs, group_size, activation_limit)
+    return prove(entry, request, model)
+
+
+def prove(entry: Schedule, request: Request, model: Model = "rendezvous") -> Plan:
+    """The plan of a request with its messages and reductions. Raises ScheduleError when it is wrong."""
+    plan = insert_reduce(insert_communication(entry.build(request)))
+    validate(plan, entry.memory_bound(request), model)
     return plan
+
+
+def evaluation_program(training: Plan, micro_batches: int | None = None) -> Plan:
+    """Forward only, over the stages of a training plan where they lie; as many micro-batches unless another number is
+    given. Raises ScheduleError when that plan's placement is wrong.
+    """
+    number = training.micro_batches if micro_batches is None else micro_batches
+    plan = insert_communication(evaluation.over(training.placement, training.ranks, number))
+    validate(plan, 1, "blocking")  # the engine waits for old sends where nothing comes back that proves arrival
+    return plan
+
+
+def micro_batches(config: Config) -> int:
+    """Micro-batches of one rank in one step of a resolved config."""
+    parallel, batch = config.parallel, config.batch
+    assert parallel.dp is not None
+    return batch.global_size // (parallel.dp * parallel.ep * batch.micro_size)

@@ -7,7 +7,7 @@ clocks: Fidge 1988, Mattern 1989.) gloo's works do not answer whether they are d
 
 from __future__ import annotations
 
-from ultrascale.pipeline.actions import COMPUTE, SENDS, Action, Kind, Message, Plan
+from ultrascale.pipeline.actions import SENDS, Action, Kind, Message, Plan
 
 
 def releases(plan: Plan) -> list[dict[int, tuple[int, ...]]]:
@@ -15,20 +15,14 @@ def releases(plan: Plan) -> list[dict[int, tuple[int, ...]]]:
 
     Sends that no later action of their rank proves arrived are in no list: they are awaited at the end of the step.
     """
-    sent_at = {
-        a.message: (rank, i) for rank, row in enumerate(plan.actions) for i, a in enumerate(row) if a.kind in SENDS
-    }
-    used_at = {
-        message: (rank, i)
-        for rank, row in enumerate(plan.actions)
-        for i, action in enumerate(row)
-        for message in _needs(action)
-        if message in sent_at
-    }
+    width = plan.micro_batches
+    sent = {a.tag(width) for row in plan.actions for a in row if a.kind in SENDS}
+    needs = [[[tag for tag in _needs(action, width) if tag in sent] for action in row] for row in plan.actions]
+    used_at = {tag: (rank, index) for rank, row in enumerate(needs) for index, tags in enumerate(row) for tag in tags}
     # known[rank][other]: how many actions of `other` this rank knows to be done.
     known = [[0] * plan.ranks for _ in range(plan.ranks)]
-    at_send: dict[Message, list[int]] = {}
-    open_sends: list[list[tuple[int, Message]]] = [[] for _ in range(plan.ranks)]
+    at_send: dict[int, list[int]] = {}  # tag of a message → what its sender knew
+    open_sends: list[list[tuple[int, int]]] = [[] for _ in range(plan.ranks)]  # (index, tag)
     result: list[dict[int, tuple[int, ...]]] = [{} for _ in range(plan.ranks)]
     position = [0] * plan.ranks
     moved = True
@@ -37,37 +31,38 @@ def releases(plan: Plan) -> list[dict[int, tuple[int, ...]]]:
         for rank, row in enumerate(plan.actions):
             while position[rank] < len(row):
                 index, action = position[rank], row[position[rank]]
-                needs = [m for m in _needs(action) if m in sent_at]
-                if any(m not in at_send for m in needs):
+                tags = needs[rank][index]
+                if any(tag not in at_send for tag in tags):
                     break
-                for message in needs:
-                    known[rank] = [max(a, b) for a, b in zip(known[rank], at_send[message], strict=True)]
+                for tag in tags:
+                    known[rank] = list(map(max, known[rank], at_send.pop(tag)))  # it is used this once
                 position[rank] = known[rank][rank] = index + 1
                 moved = True
                 if action.kind in SENDS:
-                    at_send[action.message] = list(known[rank])
-                    open_sends[rank].append((index, action.message))
-                elif needs:
-                    arrived = [(i, m) for i, m in open_sends[rank] if _arrived(m, used_at, known[rank])]
+                    at_send[action.tag(width)] = list(known[rank])
+                    open_sends[rank].append((index, action.tag(width)))
+                elif tags:
+                    arrived = [send for send in open_sends[rank] if _arrived(send[1], used_at, known[rank])]
                     if arrived:
-                        result[rank][index] = tuple(i for i, _ in arrived)
-                        open_sends[rank] = [s for s in open_sends[rank] if s not in arrived]
+                        result[rank][index] = tuple(sent_index for sent_index, _ in arrived)
+                        open_sends[rank] = [send for send in open_sends[rank] if send not in arrived]
     return result
 
 
-def _arrived(message: Message, used_at: dict[Message, tuple[int, int]], known: list[int]) -> bool:
-    if message not in used_at:
+def _arrived(tag: int, used_at: dict[int, tuple[int, int]], known: list[int]) -> bool:
+    if tag not in used_at:
         return False
-    rank, index = used_at[message]
+    rank, index = used_at[tag]
     return known[rank] > index
 
 
-def _needs(action: Action) -> list[Message]:
-    """Messages that a compute action waits for, were they to come from another rank. (A receive is only posted.)"""
-    needs = []
-    for part in action.computes if action.kind in COMPUTE else ():
+def _needs(action: Action, micro_batches: int) -> list[int]:
+    """Tags of the messages that a compute action waits for, were they to come from another rank. (A receive is only
+    posted.)"""
+    tags = []
+    for part in action.computes:
         if part.kind is Kind.F:
-            needs.append(Message("activation", part.stage - 1, part.micro_batch))
-        elif part.kind in (Kind.B, Kind.BI):
-            needs.append(Message("gradient", part.stage, part.micro_batch))
-    return needs
+            tags.append(Message("activation", part.stage - 1, part.micro_batch).tag(micro_batches))
+        elif part.kind is not Kind.BW:
+            tags.append(Message("gradient", part.stage, part.micro_batch).tag(micro_batches))
+    return tags

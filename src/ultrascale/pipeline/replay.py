@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from ultrascale.pipeline.actions import BACKWARDS, RECEIVES, SENDS, Action, Kind, Plan, ScheduleError
+from ultrascale.pipeline.actions import BACKWARDS, Action, Kind, Plan, ScheduleError
 
 Model = Literal["buffered", "rendezvous", "blocking"]
 """How messages behave.
@@ -17,64 +17,63 @@ rendezvous  what engine.py does: sends and receives are posted, and the list its
 blocking    stricter: the list stops at a send until the other end has posted its receive
 """
 
-# What one action gives and another waits for. A token is one integer: these sets are the hot loop of a plan
-# with 64 ranks and 1024 micro-batches.
+# What an action gives and another waits for is one number, a token: this is the hot loop of a plan with 64 ranks and
+# 1024 micro-batches. A token is a kind of thing, times the number of (stage, micro-batch), plus which of these.
 _FORWARD, _GRADIENT, _SENT_ACTIVATION, _SENT_GRADIENT, _POSTED_ACTIVATION, _POSTED_GRADIENT = range(6)
+
+# → the kind of thing that an action gives, and the stage it belongs to, from the action's; messages belong to the
+# stage before their cut.
+_GIVES = {
+    Kind.F: (_FORWARD, 0),
+    Kind.B: (_GRADIENT, 0),
+    Kind.BI: (_GRADIENT, 0),
+    Kind.SEND_F: (_SENT_ACTIVATION, 0),
+    Kind.SEND_B: (_SENT_GRADIENT, -1),
+    Kind.RECV_F: (_POSTED_ACTIVATION, -1),
+    Kind.RECV_B: (_POSTED_GRADIENT, 0),
+}
+_BLOCKING = {Kind.SEND_F: (_POSTED_ACTIVATION, 0), Kind.SEND_B: (_POSTED_GRADIENT, -1)}
 
 
 class _Tokens:
     def __init__(self, plan: Plan, model: Model) -> None:
-        self.plan = plan
         self.model = model
         self.width = plan.micro_batches
         self.size = plan.stages * plan.micro_batches
-        self.runners = plan.runners()
-        self.lowered = "communication" in plan.passes
+        # Where a stage's neighbour runs, for plans whose messages are actions; in others all is as on one rank.
+        self.home: dict[int, int] = {}
+        if "communication" in plan.passes:
+            self.home = {stage * self.width + micro: rank for (stage, micro), rank in plan.runners().items()}
 
-    def token(self, what: int, stage: int, micro_batch: int) -> int:
-        return what * self.size + stage * self.width + micro_batch
+    def given(self, action: Action) -> tuple[int, ...]:
+        if action.parts:
+            return sum(map(self.given, action.parts), ())
+        found = _GIVES.get(action.kind)
+        if found is None:
+            return ()
+        return (found[0] * self.size + (action.stage + found[1]) * self.width + action.micro_batch,)
 
-    def given(self, action: Action) -> list[int]:
-        kind, micro_batch = action.kind, action.micro_batch
-        if kind in SENDS or kind in RECEIVES:
-            gradient = kind in (Kind.SEND_B, Kind.RECV_B)
-            what = (_SENT_ACTIVATION if kind in SENDS else _POSTED_ACTIVATION) + gradient
-            return [self.token(what, action.message.boundary, micro_batch)]
-        tokens = []
-        for part in action.computes:
-            if part.kind is Kind.F:
-                tokens.append(self.token(_FORWARD, part.stage, part.micro_batch))
-            elif part.kind is not Kind.BW:
-                tokens.append(self.token(_GRADIENT, part.stage, part.micro_batch))
-        return tokens
-
-    def awaited(self, rank: int, action: Action) -> list[int]:
-        kind = action.kind
-        if kind in SENDS:
-            if self.model != "blocking":
-                return []
-            what = _POSTED_GRADIENT if kind is Kind.SEND_B else _POSTED_ACTIVATION
-            return [self.token(what, action.message.boundary, action.micro_batch)]
-        tokens = []
-        for part in action.computes:
-            stage, micro_batch = part.stage, part.micro_batch
-            if part.kind is Kind.F:
-                if stage > 0:
-                    what = _SENT_ACTIVATION if self._apart(rank, stage - 1, micro_batch) else _FORWARD
-                    tokens.append(self.token(what, stage - 1, micro_batch))
-            elif part.kind is Kind.BW:
-                tokens.append(self.token(_GRADIENT, stage, micro_batch))
-            else:
-                tokens.append(self.token(_FORWARD, stage, micro_batch))
-                if stage < self.plan.stages - 1:
-                    if self._apart(rank, stage + 1, micro_batch):
-                        tokens.append(self.token(_SENT_GRADIENT, stage, micro_batch))
-                    else:
-                        tokens.append(self.token(_GRADIENT, stage + 1, micro_batch))
-        return tokens
-
-    def _apart(self, rank: int, neighbour: int, micro_batch: int) -> bool:
-        return self.lowered and self.runners.get((neighbour, micro_batch)) != rank
+    def awaited(self, rank: int, action: Action) -> tuple[int, ...]:
+        kind, size, own = action.kind, self.size, action.stage * self.width + action.micro_batch
+        if kind is Kind.F:
+            if action.stage == 0:
+                return ()
+            before = own - self.width
+            return (before if self.home.get(before, rank) == rank else _SENT_ACTIVATION * size + before,)
+        if kind is Kind.B or kind is Kind.BI:
+            behind = own + self.width
+            if behind >= size:
+                return (own,)
+            here = self.home.get(behind, rank) == rank
+            return (own, _GRADIENT * size + behind if here else _SENT_GRADIENT * size + own)
+        if kind is Kind.BW:
+            return (_GRADIENT * size + own,)
+        if action.parts:
+            return sum((self.awaited(rank, part) for part in action.parts), ())
+        if self.model == "blocking" and kind in _BLOCKING:
+            what, shift = _BLOCKING[kind]
+            return (what * size + own + shift * self.width,)
+        return ()
 
 
 def replay(plan: Plan, model: Model = "rendezvous") -> Iterator[tuple[int, int, Action]]:
@@ -94,15 +93,16 @@ def replay(plan: Plan, model: Model = "rendezvous") -> Iterator[tuple[int, int, 
         actions = plan.actions[rank]
         while position[rank] < len(actions):
             action = actions[position[rank]]
-            missing = [token for token in tokens.awaited(rank, action) if token not in have]
-            if missing:
-                sleepers.setdefault(missing[0], []).append(rank)
+            missing = next((token for token in tokens.awaited(rank, action) if token not in have), None)
+            if missing is not None:
+                sleepers.setdefault(missing, []).append(rank)
                 break
             yield rank, position[rank], action
             position[rank] += 1
             for token in tokens.given(action):
                 have.add(token)
-                ready.extend(sleepers.pop(token, ()))
+                if token in sleepers:
+                    ready.extend(sleepers.pop(token))
     if sleepers:
         raise _standstill(plan, tokens, position, sleepers)
 

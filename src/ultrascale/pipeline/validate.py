@@ -41,7 +41,7 @@ def validate(plan: Plan, memory_bound: int | Sequence[int] | None = None, model:
     runs = _check_once(plan)
     _check_order(plan, runs)
     if "communication" in plan.passes:
-        _check_messages(plan, runs)
+        _check_messages(plan, _due(plan, runs))
     for _ in replay(plan, model):
         pass
     if "reduce" in plan.passes:
@@ -65,25 +65,29 @@ def _check_places(plan: Plan) -> None:
                 f"stage {stage} is placed on {ranks}: give one or more different ranks below {plan.ranks}"
             )
     for rank, index, action in _walk(plan):
-
-        def wrong(message: str, at: tuple[int, int, Action] = (rank, index, action)) -> ScheduleError:
-            return ScheduleError(message, *at)
-
-        for part in action.computes or (action,):
-            if not 0 <= part.stage < plan.stages:
-                raise wrong(f"stage {part.stage} does not exist; the plan has stages 0 to {plan.stages - 1}")
-            if part.micro_batch >= plan.micro_batches:
-                raise wrong(f"micro-batch {part.micro_batch} does not exist; there are {plan.micro_batches}, from 0")
-            if rank not in plan.placement[part.stage]:
-                raise wrong(f"stage {part.stage} lies on rank {_ranks(plan.placement[part.stage])}")
-            if plan.forward_only and part.kind in BACKWARDS:
-                raise wrong("a forward-only plan has no backward")
+        for part in action.parts or (action,):
+            if wrong := _misplaced(plan, rank, part):
+                raise ScheduleError(wrong, rank, index, action)
         if action.kind in MESSAGES and "communication" not in plan.passes:
-            raise wrong("a message in a plan that is said to have none (passes)")
+            raise ScheduleError("a message in a plan that is said to have none (passes)", rank, index, action)
         if action.kind is Kind.REDUCE and "reduce" not in plan.passes:
-            raise wrong("a reduction in a plan that is said to have none (passes)")
+            raise ScheduleError("a reduction in a plan that is said to have none (passes)", rank, index, action)
         if action.peer is not None and (action.peer == rank or not 0 <= action.peer < plan.ranks):
-            raise wrong(f"peer {action.peer} is not another rank; there are ranks 0 to {plan.ranks - 1}")
+            message = f"peer {action.peer} is not another rank; there are ranks 0 to {plan.ranks - 1}"
+            raise ScheduleError(message, rank, index, action)
+
+
+def _misplaced(plan: Plan, rank: int, part: Action) -> str | None:
+    placement, stage = plan.placement, part.stage
+    if not 0 <= stage < len(placement):
+        return f"stage {stage} does not exist; the plan has stages 0 to {plan.stages - 1}"
+    if part.micro_batch >= plan.micro_batches:
+        return f"micro-batch {part.micro_batch} does not exist; there are {plan.micro_batches}, from 0"
+    if rank not in placement[stage]:
+        return f"stage {stage} lies on rank {_ranks(placement[stage])}"
+    if plan.forward_only and part.kind in BACKWARDS:
+        return "a forward-only plan has no backward"
+    return None
 
 
 class _Runs:
@@ -139,25 +143,22 @@ def _missing(plan: Plan, needed_at: Place | None, action: Action, ranks: Sequenc
 
 def _check_order(plan: Plan, runs: _Runs) -> None:
     """What an action needs from its own rank must stand before it (not beside it, in an FB)."""
+    last_stage = plan.stages - 1
     for rank, index, part in plan.computes():
-        key = (part.stage, part.micro_batch)
-        needs: list[tuple[Action, Place]] = []
+        stage, micro_batch = part.stage, part.micro_batch
         if part.kind is Kind.F:
-            if part.stage > 0:
-                place = runs.forward[part.stage - 1, part.micro_batch]
-                needs.append((Action(Kind.F, part.stage - 1, part.micro_batch), place))
+            # Its own stage's F is what it is itself; the neighbour's may be on another rank.
+            own, neighbour = None, runs.forward[stage - 1, micro_batch] if stage > 0 else None
         elif part.kind is Kind.BW:
-            needs.append((Action(Kind.BI, *key), runs.gradient[key]))
+            own, neighbour = runs.gradient[stage, micro_batch], None
         else:
-            needs.append((Action(Kind.F, *key), runs.forward[key]))
-            if part.stage < plan.stages - 1:
-                place = runs.gradient[part.stage + 1, part.micro_batch]
-                needs.append((Action(Kind.B, part.stage + 1, part.micro_batch), place))
-        for need, place in needs:
-            own = need.stage == part.stage
-            if own and place[0] != rank:
-                raise ScheduleError(f"its {need.kind} is on rank {place[0]}", rank, index, plan.actions[rank][index])
-            if place[0] == rank and place[1] >= index:
+            own = runs.forward[stage, micro_batch]
+            neighbour = runs.gradient[stage + 1, micro_batch] if stage < last_stage else None
+        if own is not None and own[0] != rank:
+            need = Kind.BI if part.kind is Kind.BW else Kind.F
+            raise ScheduleError(f"its {need} is on rank {own[0]}", rank, index, plan.actions[rank][index])
+        for place in (own, neighbour):
+            if place is not None and place[0] == rank and place[1] >= index:
                 raise ScheduleError(
                     f"needs {plan.actions[rank][place[1]]}, which stands at action {place[1]}, not before it",
                     rank,
@@ -166,65 +167,75 @@ def _check_order(plan: Plan, runs: _Runs) -> None:
                 )
 
 
-def _check_messages(plan: Plan, runs: _Runs) -> None:
-    due: dict[Message, tuple[Place, Place]] = {}  # → (producer, consumer)
-    for (stage, micro_batch), producer in runs.forward.items():
-        if stage < plan.stages - 1 and runs.forward[stage + 1, micro_batch][0] != producer[0]:
-            due[Message("activation", stage, micro_batch)] = (producer, runs.forward[stage + 1, micro_batch])
-    for (stage, micro_batch), producer in runs.gradient.items():
-        if stage > 0 and runs.gradient[stage - 1, micro_batch][0] != producer[0]:
-            due[Message("gradient", stage - 1, micro_batch)] = (
-                producer,
-                runs.gradient[stage - 1, micro_batch],
-            )
+Due = dict[int, tuple[Place, Place]]
+"""Tag of each message that must be sent → where it is made, where it is needed."""
 
-    sent: dict[Message, int] = {}
-    received: dict[Message, int] = {}
-    channels: dict[Channel, tuple[list[Place], list[Place]]] = defaultdict(lambda: ([], []))
+
+def _due(plan: Plan, runs: _Runs) -> Due:
+    due: Due = {}
+    width = plan.micro_batches
+    for (stage, micro_batch), producer in runs.forward.items():
+        if stage < plan.stages - 1 and (consumer := runs.forward[stage + 1, micro_batch])[0] != producer[0]:
+            due[Message("activation", stage, micro_batch).tag(width)] = (producer, consumer)
+    for (stage, micro_batch), producer in runs.gradient.items():
+        if stage > 0 and (consumer := runs.gradient[stage - 1, micro_batch])[0] != producer[0]:
+            due[Message("gradient", stage - 1, micro_batch).tag(width)] = (producer, consumer)
+    return due
+
+
+def _check_messages(plan: Plan, due: Due) -> None:
+    """Each message that is due is sent once and received once, at the right moment, between the right ranks."""
+    sent: dict[int, Place] = {}
+    received: dict[int, Place] = {}
+    channels: dict[Channel, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for rank, index, action in _walk(plan):
         if action.kind not in MESSAGES:
             continue
-        message, sends = action.message, action.kind in SENDS
-        if message not in due:
-            raise ScheduleError(
-                "no such message is due: both stages are on one rank, or there is no such stage",
-                rank,
-                index,
-                action,
-            )
-        own, other = due[message] if sends else due[message][::-1]
-        if rank != own[0]:
-            raise ScheduleError(
-                f"belongs on rank {own[0]}, which runs {plan.actions[own[0]][own[1]]}", rank, index, action
-            )
-        if action.peer != other[0]:
-            needs = plan.actions[other[0]][other[1]]
-            raise ScheduleError(
-                f"rank {action.peer} is the wrong peer: {needs} is on rank {other[0]}", rank, index, action
-            )
-        if message in (done := sent if sends else received):
-            raise ScheduleError(f"is done twice: also at action {done[message]}", rank, index, action)
-        if index < own[1] if sends else index > own[1]:
-            side = "stands before" if sends else "comes after"
-            need = "which makes what it sends" if sends else "which needs what it receives"
-            raise ScheduleError(f"{side} {plan.actions[rank][own[1]]} (action {own[1]}), {need}", rank, index, action)
-        done[message] = index
-        channels[channel_of(rank, action)][0 if sends else 1].append((rank, index))
-    for message, (producer, consumer) in due.items():
+        tag, sends = action.tag(plan.micro_batches), action.kind in SENDS
+        if wrong := _message_problem(plan, due.get(tag), rank, index, action):
+            raise ScheduleError(wrong, rank, index, action)
+        done = sent if sends else received
+        if tag in done:
+            raise ScheduleError(f"is done twice: also at action {done[tag][1]}", rank, index, action)
+        done[tag] = (rank, index)
+        channels[channel_of(rank, action)][0 if sends else 1].append(tag)
+    for tag, (producer, consumer) in due.items():
         for place, table, what in ((producer, sent, "sends"), (consumer, received, "receives")):
-            if message not in table:
+            if tag not in table:
                 action = plan.actions[place[0]][place[1]]
+                boundary, micro_batch = divmod(tag // 2, plan.micro_batches)
+                message = Message("gradient" if tag % 2 else "activation", boundary, micro_batch)
                 raise ScheduleError(f"rank {place[0]} never {what} {message}", *place, action)
-    for (source, target, payload), (sends_, receives) in channels.items():
-        for send, receive in zip(sends_, receives, strict=True):
-            send_action, action = plan.actions[send[0]][send[1]], plan.actions[receive[0]][receive[1]]
-            if send_action.message != action.message:
+    for (source, target, payload), both in channels.items():
+        for first, second in zip(*both, strict=True):
+            if first != second:
+                index = sent[first][1]
+                to, at = received[second]
                 raise ScheduleError(
                     f"receives in another order than rank {source} sends: next on the {payload} channel "
-                    f"{source}→{target} is {send_action} (action {send[1]} of rank {source})",
-                    *receive,
-                    action,
+                    f"{source}→{target} is {plan.actions[source][index]} (action {index} of rank {source})",
+                    to,
+                    at,
+                    plan.actions[to][at],
                 )
+
+
+def _message_problem(plan: Plan, ends: tuple[Place, Place] | None, rank: int, index: int, action: Action) -> str | None:
+    """What is wrong with a message by itself: that it exists, its two ranks, its moment."""
+    if ends is None:
+        return "no such message is due: both stages are on one rank, or there is no such stage"
+    sends = action.kind in SENDS
+    own, other = ends if sends else ends[::-1]
+    if rank != own[0]:
+        return f"belongs on rank {own[0]}, which runs {plan.actions[own[0]][own[1]]}"
+    if action.peer != other[0]:
+        needs = plan.actions[other[0]][other[1]]
+        return f"rank {action.peer} is the wrong peer: {needs} is on rank {other[0]}"
+    if index < own[1] if sends else index > own[1]:
+        side = "stands before" if sends else "comes after"
+        need = "which makes what it sends" if sends else "which needs what it receives"
+        return f"{side} {plan.actions[rank][own[1]]} (action {own[1]}), {need}"
+    return None
 
 
 def _check_reductions(plan: Plan) -> None:
@@ -233,8 +244,11 @@ def _check_reductions(plan: Plan) -> None:
         last = last_backwards(plan, rank)
         reduced: dict[int, int] = {}
         for index, action in enumerate(actions):
-            if action.kind is not Kind.REDUCE or action.micro_batch != WHOLE_STEP:
+            if action.kind is not Kind.REDUCE:
                 continue
+            if action.micro_batch != WHOLE_STEP:
+                message = f"a stage is reduced once, after its last micro-batch; write REDUCE{action.stage}"
+                raise ScheduleError(message, rank, index, action)
             if action.stage in reduced:
                 raise ScheduleError(f"is done twice: also at action {reduced[action.stage]}", rank, index, action)
             if last.get(action.stage, -1) > index:

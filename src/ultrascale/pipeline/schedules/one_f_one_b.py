@@ -6,27 +6,33 @@ Makespan (M + P − 1)(F + B) for equal stages, as GPipe, but rank r holds only 
 from __future__ import annotations
 
 from ultrascale.pipeline.actions import Action, Plan, backward, forward
-from ultrascale.pipeline.costs import Costs
 from ultrascale.pipeline.schedules.placement import linear
+from ultrascale.pipeline.schedules.request import Request
 
 
-def schedule(stages: int, micro_batches: int, virtual_stages: int | None = None, costs: Costs | None = None) -> Plan:
+def schedule(request: Request) -> Plan:
     """Rank r: w = min(P − 1 − r, M) forwards, then (F, B) pairs, then the backwards that are left.
 
-    Any number of micro-batches is right; with fewer than stages the bubble is just larger.
+    Any number of micro-batches is right; with fewer than ranks the bubble is just larger.
     """
+    warm_ups = [request.ranks - 1 - rank for rank in range(request.ranks)]
+    return Plan("1f1b", linear(request.ranks), request.micro_batches, rows(warm_ups, request.micro_batches))
+
+
+def memory_bound(request: Request) -> tuple[int, ...]:
+    """Activations that rank r holds at most: min(M, P − r)."""
+    return tuple(min(request.micro_batches, request.ranks - rank) for rank in range(request.ranks))
+
+
+def rows(warm_ups: list[int], micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Per rank: its number of warm-up forwards, then a forward and a backward in turn, then backwards."""
     lists = []
-    for rank in range(stages):
-        warm_up = min(stages - 1 - rank, micro_batches)
+    for rank, wanted in enumerate(warm_ups):
+        warm_up = min(wanted, micro_batches)
         row: list[Action] = [forward(rank, micro_batch) for micro_batch in range(warm_up)]
         for micro_batch in range(micro_batches):
             if warm_up + micro_batch < micro_batches:
                 row.append(forward(rank, warm_up + micro_batch))
             row.append(backward(rank, micro_batch))
         lists.append(tuple(row))
-    return Plan("1f1b", linear(stages), micro_batches, tuple(lists))
-
-
-def memory_bound(stages: int, micro_batches: int, virtual_stages: int | None = None) -> tuple[int, ...]:
-    """Activations that rank r holds at most: min(M, P − r)."""
-    return tuple(min(micro_batches, stages - rank) for rank in range(stages))
+    return tuple(lists)
