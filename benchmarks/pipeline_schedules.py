@@ -37,10 +37,12 @@ from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import group_plan
 from ultrascale.models.batch import MicroBatch, StepBatch
 from ultrascale.parallel.gradients import Gradients
-from ultrascale.parallel.layout import Constant, Layout, Use
+from ultrascale.parallel.layout import Constant, Kind, Layout, Use
 from ultrascale.parallel.module import Build, Module
 from ultrascale.parallel.objective import Objective, Term
 from ultrascale.parallel.passes import Pass
+from ultrascale.parallel.shards import Sharding
+from ultrascale.parallel.store import Store
 from ultrascale.pipeline.actions import Plan
 from ultrascale.pipeline.costs import Costs
 from ultrascale.pipeline.engine import Engine
@@ -113,7 +115,7 @@ class SleepingStage(Module):
 
     def __init__(self, build: Build, stage: int, last: bool, sleeps: Sleeps) -> None:
         super().__init__(build)
-        layout = Layout(f"stage.{stage}", (1,), {}, Use.WHOLE, None, Constant(1.0), False, 1.0, {})
+        layout = Layout(f"stage.{stage}", (1,), {}, Use.WHOLE, None, Constant(1.0), False, 1.0, {}, Kind.NORM)
         self.declare("weight", layout)
         self.last, self.sleeps = last, sleeps
 
@@ -137,20 +139,12 @@ def ours(plan: Plan, mesh: Mesh, rank: int, pipeline: Group, sleeps: Sleeps) -> 
     build = Build(mesh, rank, alone, False, policy, "none")
     chunk = sleeps.of_chunk(max(len(plan.stages_of(r)) for r in range(plan.ranks)) if _single_copy(plan) else 1)
     stages = {s: SleepingStage(build, s, s == plan.stages - 1, chunk) for s in plan.stages_of(rank)}
-    gradients = Gradients(
-        {stage: module.units() for stage, module in stages.items()},
-        mesh,
-        rank,
-        policy,
-        group_of=lambda axes: alone,
-        copies_of=lambda held: alone,
-        bucket_bytes=1 << 20,
-        deterministic=True,
-    )
-    gradients.materialise(torch.device("cpu"), 0)
-    engine = Engine(
-        plan, stages, pipeline, Objective({"sum": Term("rows", 1.0)}), gradients, lambda sequences: torch.empty(SHAPE)
-    )
+    units = {stage: module.units() for stage, module in stages.items()}
+    store = Store(units, mesh, rank, policy, Sharding(0, ()), lambda axes: alone, lambda held: alone, 1 << 20)
+    store.materialise(torch.device("cpu"), 0)
+    gradients = Gradients(store, deterministic=True)
+    objective = Objective({"sum": Term("rows", 1.0)})
+    engine = Engine(plan, stages, pipeline, objective, gradients, None, lambda sequences: torch.empty(SHAPE))
     tokens = torch.zeros(SHAPE[:2], dtype=torch.int64)
     batch = StepBatch([MicroBatch(tokens, (tokens,), tokens)] * plan.micro_batches, {"rows": 1})
 

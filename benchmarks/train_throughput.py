@@ -1,6 +1,7 @@
-"""Training throughput side by side: ultrascale's trainer step against `transformers` with PyTorch's DDP.
+"""Training throughput side by side: ultrascale's trainer step against `transformers` with PyTorch's DDP and FSDP2.
 
-    python benchmarks/train_throughput.py            # all layouts, about five minutes on two cores
+    python benchmarks/train_throughput.py            # the axes, about five minutes on two cores
+    python benchmarks/train_throughput.py --layouts zero     # ZeRO stages against DDP and fully_shard
     python benchmarks/train_throughput.py --steps 3 --layouts one,dp2
 
 The same Llama (hidden 256, 4 layers, 8 heads, ffn 688, vocabulary 8192, sequences of 256, 4096 tokens a step, float32,
@@ -46,6 +47,20 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, object]]] = {
     # The head costs as much as two and a half layers: three layers against one layer and the head.
     "pp2": ("ultrascale", 2, {"parallel.pp": 2, "batch.micro_size": 2, "pipeline.layout": (3, 1)}),
 }
+AXES = tuple(LAYOUTS)
+for _world in (2, 4):
+    LAYOUTS[f"ddp_{_world}"] = ("transformers", _world, {})
+    LAYOUTS[f"fsdp2_{_world}"] = ("transformers_fsdp2", _world, {})
+    for _stage in range(4):
+        _settings: dict[str, object] = {"parallel.dp": _world, "batch.micro_size": 4, "parallel.zero_stage": _stage}
+        LAYOUTS[f"zero{_stage}_{_world}"] = ("ultrascale", _world, _settings)
+ZERO = tuple(name for name in LAYOUTS if name not in AXES)
+PAIRS = (
+    ("one", "transformers"), ("dp2", "one"), ("dp2", "transformers_dp2"), ("tp2", "one"), ("tp2_sp", "one"),
+    ("pp2", "one"),
+    ("zero0_2", "ddp_2"), ("zero1_2", "ddp_2"), ("zero2_2", "fsdp2_2"), ("zero3_2", "fsdp2_2"),
+    ("zero0_4", "ddp_4"), ("zero1_4", "ddp_4"), ("zero2_4", "fsdp2_4"), ("zero3_4", "fsdp2_4"),
+)  # fmt: skip
 
 
 def gemm_rate() -> float:
@@ -118,8 +133,8 @@ def ultrascale_steps(overrides: Mapping[str, object]) -> Callable[[], float]:
     return run
 
 
-def transformers_steps(sequences: int = 4) -> Callable[[], float]:
-    """The same of LlamaForCausalLM, under DDP when there are several processes."""
+def transformers_steps(fully_sharded: bool, sequences: int = 4) -> Callable[[], float]:
+    """The same of LlamaForCausalLM, under DDP or FSDP2 when there are several processes."""
     import torch
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -134,7 +149,15 @@ def transformers_steps(sequences: int = 4) -> Callable[[], float]:
     model = LlamaForCausalLM(LlamaConfig(**settings))
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    wrapped: Any = model
+    if fully_sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    elif world > 1:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(rank)
     micro_batches = GLOBAL // world // sequences
@@ -144,7 +167,7 @@ def transformers_steps(sequences: int = 4) -> Callable[[], float]:
         for number in range(micro_batches):
             tokens = torch.randint(0, MODEL["vocab_size"], (sequences, SEQUENCE), generator=generator)
             last = number == micro_batches - 1
-            if world > 1:
+            if world > 1 and not fully_sharded:
                 wrapped.require_backward_grad_sync = last
             loss = wrapped(input_ids=tokens, labels=tokens).loss / micro_batches
             loss.backward()
@@ -200,7 +223,10 @@ def worker(name: str) -> None:
     contestant, world, overrides = LAYOUTS[name]
     if world > 1:
         dist.init_process_group("gloo")
-    step = ultrascale_steps(overrides) if contestant == "ultrascale" else transformers_steps()
+    if contestant == "ultrascale":
+        step = ultrascale_steps(overrides)
+    else:
+        step = transformers_steps(fully_sharded=contestant == "transformers_fsdp2")
     rank = dist.get_rank() if world > 1 else 0
     for line in sys.stdin:
         start, cpu = time.perf_counter(), time.process_time()
@@ -258,13 +284,14 @@ class Contestant:
             "tokens_per_s": TOKENS / seconds,
             "tokens_per_cpu_s": TOKENS / cpu,
             "peak_memory_mib": max(a["peak"] for a in self.steps[-1]) / 2**20,
+            "loss": statistics.mean(a["loss"] for a in self.steps[-1]),
         }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="counted steps of each contestant (default 8)")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated names")
+    parser.add_argument("--layouts", default=",".join(AXES), help="comma-separated names, or `zero` for all of ZeRO's")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     parser.add_argument("--profile", action="store_true", help="print where the time of one process goes, and end")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -281,7 +308,8 @@ def main() -> int:
     import transformers
 
     torch.set_num_threads(1)
-    contestants = [Contestant(name, 29700 + i) for i, name in enumerate(arguments.layouts.split(","))]
+    names = ZERO if arguments.layouts == "zero" else arguments.layouts.split(",")
+    contestants = [Contestant(name, 29700 + i) for i, name in enumerate(names)]
     rates = []
     try:
         for number in range(arguments.steps + 2):  # two to warm up
@@ -296,14 +324,7 @@ def main() -> int:
     figures = {c.name: c.figures() for c in contestants}
     ratios = {
         f"{a} / {b}": figures[a]["tokens_per_s"] / figures[b]["tokens_per_s"]
-        for a, b in (
-            ("one", "transformers"),
-            ("dp2", "one"),
-            ("dp2", "transformers_dp2"),
-            ("tp2", "one"),
-            ("tp2_sp", "one"),
-            ("pp2", "one"),
-        )
+        for a, b in PAIRS
         if a in figures and b in figures
     }
     print(f"float32 GEMM of one thread: {rate / 1e9:.1f} GFLOP/s; {flops_per_token() / 1e6:.1f} MFLOP a token")

@@ -17,8 +17,10 @@ from ultrascale.config.resolve import resolve
 from ultrascale.config.schema import Config
 from ultrascale.mesh.axes import Mesh
 from ultrascale.models.batch import MicroBatch, StepBatch
+from ultrascale.parallel.buckets import Bucket, Span
 from ultrascale.parallel.cross_entropy import NO_TARGET
 from ultrascale.parallel.module import Build
+from ultrascale.parallel.store import Store
 from ultrascale.precision.policy import Policy
 
 BASE: dict[str, Any] = {
@@ -103,18 +105,21 @@ def step_batch_of(assembly: Assembly, inputs: torch.Tensor, labels: torch.Tensor
 
 
 def boxes(assembly: Assembly, buffer: str) -> list[Box]:
-    """Every box of this rank in one kind of flat buffer: gradients, masters or parameters."""
-    gradients = assembly.gradients
+    """Every box of this rank in one kind of flat buffer: gradients, masters or pieces of the weights."""
+    store = assembly.store
     return [
-        (
-            span.layout.name,
-            span.layout.shape,
-            span.layout.box(assembly.mesh, assembly.rank)[0],
-            gradients.valid(getattr(bucket, buffer), span).detach().to(torch.float64).numpy().copy(),
-        )
-        for bucket in gradients.buckets
+        (span.layout.name, span.layout.shape, offset, values.detach().to(torch.float64).numpy().copy())
+        for bucket in store.buckets
         for span in bucket.spans
+        for offset, values in store.pieces(bucket, span, getattr(bucket, buffer))
     ]
+
+
+def box_of(store: Store, bucket: Bucket, span: Span, flat: torch.Tensor) -> torch.Tensor:
+    """This rank's one box of a span, a view, where nothing is shared out; without elements when it is all padding."""
+    pieces = [values for _, values in store.pieces(bucket, span, flat)]
+    assert len(pieces) <= 1
+    return pieces[0] if pieces else flat[:0]
 
 
 def whole(held: Sequence[list[Box]]) -> dict[str, np.ndarray]:

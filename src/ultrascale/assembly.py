@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -14,15 +13,21 @@ from ultrascale.config.schema import Config
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import GroupSpec, group_plan
 from ultrascale.models.family import Family, StageModule, load_family
+from ultrascale.optim.groups import uses
 from ultrascale.optim.optimizer import Optimizer, make_optimizer
 from ultrascale.parallel.gradients import Gradients
-from ultrascale.parallel.module import Build
+from ultrascale.parallel.layout import BATCH_AXES, Layout
+from ultrascale.parallel.module import Build, stored_tensors
 from ultrascale.parallel.objective import Objective
+from ultrascale.parallel.shards import Sharding
+from ultrascale.parallel.store import Store
+from ultrascale.parallel.weights import Weights
 from ultrascale.pipeline.actions import Plan
 from ultrascale.pipeline.engine import Engine
-from ultrascale.pipeline.layer_costs import split_of
+from ultrascale.pipeline.layer_costs import planned_costs, split_of
 from ultrascale.pipeline.partition import Split
 from ultrascale.pipeline.program import evaluation_program, micro_batches, program
+from ultrascale.pipeline.schedules import registry
 from ultrascale.precision.policy import Policy
 
 
@@ -34,8 +39,11 @@ def training_plan(config: Config) -> Plan:
         config.parallel.pp,
         micro_batches(config),
         pipeline.virtual_stages,
+        planned_costs(config, registry.find(pipeline.schedule)),
         group_size=pipeline.group_size,
         activation_limit=pipeline.activation_limit,
+        zero_stage=config.parallel.zero_stage,
+        gathered_once=config.parallel.keep_gathered,
     )
 
 
@@ -57,7 +65,8 @@ def parameter_holders(config: Config, plan: Plan) -> dict[int | str, tuple[int, 
 def planned_groups(config: Config, mesh: Mesh) -> tuple[GroupSpec, ...]:
     """The communication groups of this config, which all ranks make at start."""
     copies = parameter_holders(config, training_plan(config)).values()
-    return group_plan(mesh, dict.fromkeys(ranks for ranks in copies if len(ranks) > 1))
+    several = dict.fromkeys(ranks for ranks in copies if len(ranks) > 1)
+    return group_plan(mesh, several, whole_matrices=uses(config.optimizer, "muon"))
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class Assembly:
     split: Split
     plan: Plan
     stages: Mapping[int, StageModule]
+    store: Store
     gradients: Gradients
     optimizer: Optimizer
     engine: Engine
@@ -93,6 +103,12 @@ def make_build(config: Config, mesh: Mesh, rank: int, groups: Groups) -> Build:
     )
 
 
+def logical_parameters(config: Config, family: Family, build: Build) -> list[Layout]:
+    """The layouts of the whole model, on the meta device: what no rank holds all of under pp."""
+    whole = family.stage(build, range(config.model.num_hidden_layers), True, True)
+    return [layout for entry in stored_tensors(whole.units()) for layout in entry.stored.members]
+
+
 def assemble(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torch.device) -> Assembly:
     """Builds this rank's share of the run: stages on the meta device, then buckets that give them memory."""
     family = load_family(config.model.family)(config)
@@ -108,18 +124,22 @@ def assemble(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torc
     }
 
     holders = parameter_holders(config, plan)
-    gradients = Gradients(
+    store = Store(
         {stage: module.units() for stage, module in stages.items()},
         mesh,
         rank,
         build.policy,
+        Sharding.on(mesh, config.parallel.zero_stage, BATCH_AXES),
         group_of=groups.of,
         copies_of=lambda held: groups.of((), pipeline=holders[held]),
         bucket_bytes=config.parallel.bucket_bytes,
-        deterministic=_deterministic(config, device),
     )
-    gradients.materialise(device, config.run.seed)
-    optimizer = make_optimizer(config, gradients)
+    store.materialise(device, config.run.seed)
+    weights = Weights(store, config.parallel.prefetch, config.parallel.overlap)
+    weights.publish()
+    gradients = Gradients(store, _deterministic(config, device), config.parallel.overlap)
+    layouts = logical_parameters(config, family, build) if config.optimizer.groups else ()
+    optimizer = make_optimizer(config, weights, layouts)
 
     def buffer(sequences: int) -> torch.Tensor:
         tokens = config.batch.sequence_length // config.parallel.cp
@@ -129,10 +149,11 @@ def assemble(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torc
         return torch.empty(shape, dtype=build.policy.compute, device=device)
 
     pipeline = groups.of(["pp"])
-    engine = Engine(plan, stages, pipeline, objective, gradients, buffer)
-    evaluation = Engine(evaluation_plan(plan), stages, pipeline, objective, None, buffer)
+    gathers = weights if store.sharding.stage else None
+    engine = Engine(plan, stages, pipeline, objective, gradients, gathers, buffer)
+    evaluation = Engine(evaluation_plan(plan), stages, pipeline, objective, None, gathers, buffer)
     return Assembly(
-        config, mesh, rank, device, build.policy, groups, family, objective, split, plan, stages, gradients,
+        config, mesh, rank, device, build.policy, groups, family, objective, split, plan, stages, store, gradients,
         optimizer, engine, evaluation,
     )  # fmt: skip
 
@@ -146,12 +167,13 @@ def check_build(assembly: Assembly) -> int:
 
     Raises BuildError when elements or layers were lost or built twice, which an integer division can do silently.
     """
-    gradients, mesh, rank = assembly.gradients, assembly.mesh, assembly.rank
+    store = assembly.store
     held = sum(
-        prod(span.layout.box(mesh, rank)[1])
-        for bucket in gradients.buckets
+        values.numel()
+        for bucket in store.buckets
         for span in bucket.spans
-        if gradients.counts(bucket, span)
+        if store.counts(bucket, span)
+        for _, values in store.pieces(bucket, span, bucket.masters)
     )
     layers = [layer for stage in assembly.split for layer in stage.layers]
     configured = assembly.config.model.num_hidden_layers
@@ -175,9 +197,9 @@ def check_finite(assembly: Assembly) -> None:
     """Masters are finite, or nothing is saved over a healthy checkpoint; collective. Raises BuildError with names."""
     bad = [
         span.layout.name
-        for bucket in assembly.gradients.buckets
+        for bucket in assembly.store.buckets
         for span in bucket.spans
-        if not bool(bucket.masters[span.start : span.stop].isfinite().all())
+        if not bool(bucket.masters[slice(*bucket.shard(span))].isfinite().all())
     ]
     if names := sorted({name for part in gather_json(bad, assembly.groups.world) for name in part}):
         raise BuildError(f"{', '.join(names[:8])} hold values that are not finite: nothing is saved of them")

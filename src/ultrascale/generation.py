@@ -57,7 +57,7 @@ def load_model(checkpoint: Path, device: torch.device) -> Assembly:
     assembly = assemble(config, mesh, 0, create(mesh, (), Ledger()), device)
     parameters = [box for box in state_boxes(assembly.optimizer, owned=False) if "/" not in box.name]
     load(checkpoint, parameters, manifest=manifest)
-    assembly.gradients.publish()
+    assembly.optimizer.weights.publish()
     return assembly
 
 

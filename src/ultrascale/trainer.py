@@ -26,6 +26,7 @@ from ultrascale.comm import collectives
 from ultrascale.comm.agreement import together
 from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
+from ultrascale.config.problem import ConfigError
 from ultrascale.config.schema import Config
 from ultrascale.data.errors import DataError
 from ultrascale.data.loader import Data, differences
@@ -49,7 +50,7 @@ AFTER_NOT_FINITE = (
     "the same settings come to the same end: look at optimizer.lr, precision.compute, model.initializer_range and "
     "the data"
 )
-REFUSALS = (RunFolderError, DataError, CheckpointError, FamilyError)
+REFUSALS = (ConfigError, RunFolderError, DataError, CheckpointError, FamilyError)
 
 
 def run(config: Config, *, device: str, rank: int, world_size: int, local_rank: int) -> int:
@@ -115,6 +116,8 @@ class Trainer:
         self.data = together(lambda: Data(config), self.groups.world, DataError)
         self._same_data_everywhere()
         self.assembly = assemble(config, self.mesh, rank, self.groups, device)
+        if config.optimizer.offload and device.type == "cpu":
+            self.console.say("notice: optimizer.offload has no effect on cpu, where moments lie in host memory anyway")
         self.folder.forget_failures()
         self.snapshots = Snapshots(
             self.assembly.optimizer,
@@ -123,7 +126,7 @@ class Trainer:
                 "config": config_tree(config),
                 "axes": dict(self.mesh.sizes),
                 "order": list(self.mesh.order),
-                "ties": {tie.group: list(tie.names) for tie in self.assembly.gradients.ties()},
+                "ties": {tie.group: list(tie.names) for tie in self.assembly.store.ties()},
                 "data": self.data.fingerprint(),
                 "precision": self._precision(),
                 "versions": _versions(),
@@ -154,7 +157,7 @@ class Trainer:
             validation = self._evaluate() if _due(step, config.evaluation.every) else None
             self._record(result, seconds, validation)
             if _due(step, config.observe.replica_check_every):
-                check_replicas(self.assembly.gradients)
+                check_replicas(self.assembly.store)
             if _due(step, config.checkpoint.every) or (step == config.run.steps and config.checkpoint.every):
                 self._save(step)
                 saved = step
@@ -224,7 +227,7 @@ class Trainer:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             self._handlers[number] = signal.signal(number, self._on_signal)
         self.parameters = check_build(assembly)
-        check_replicas(assembly.gradients)
+        check_replicas(assembly.store)
         self.folder.write_config(config_tree(config))
         self.folder.write_manifest(self._manifest())
         self.folder.cut_back(self.step)

@@ -71,6 +71,16 @@ def test_what_one_raises_comes_out_after_the_other_has_ended(failing: str) -> No
     assert ledger.before_wait is None
 
 
+def test_both_may_wait_for_one_call() -> None:
+    """As when a forward and a backward need the same gathered weights."""
+    ledger = Ledger()
+    pending = Pending(torch.ones(1), Work(), ledger=ledger)  # type: ignore[arg-type]
+    got: list[torch.Tensor] = []
+    take_turns(ledger, lambda: got.append(pending.wait()), lambda: got.append(pending.wait()))
+    assert len(got) == 2
+    assert got[0] is got[1]
+
+
 def _reduce(group: Group, start: float, out: list[float]) -> None:
     for number in range(3):
         tensor = torch.full((4,), start + number + group.index, dtype=torch.float64)

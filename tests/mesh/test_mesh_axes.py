@@ -87,7 +87,7 @@ def test_the_whole_world_is_covered_once_by_every_kind_of_group() -> None:
 
 def test_kv_heads_are_sharded_first_and_replicated_when_tp_is_larger() -> None:
     def mesh(tp: int, heads: int) -> Mesh:
-        parallel = SimpleNamespace(order=list(AXES), dp=1, tp=tp, cp=1, pp=1, ep=1)
+        parallel = SimpleNamespace(order=list(AXES), dp=1, dp_shard=None, tp=tp, cp=1, pp=1, ep=1)
         return Mesh.of(SimpleNamespace(parallel=parallel, model=SimpleNamespace(num_key_value_heads=heads)))
 
     eight = mesh(8, 2)

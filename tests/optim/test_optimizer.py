@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from small import assembled, boxes, config_of
+from small import assembled, box_of, boxes, config_of
 from ultrascale.assembly import Assembly
 from ultrascale.models import transformer
-from ultrascale.optim.optimizer import clip_coefficient, segments
-from ultrascale.parallel import gradients as gradients_module
-from ultrascale.parallel.buckets import Span
+from ultrascale.optim.groups import rule_of
+from ultrascale.optim.optimizer import clip_coefficient
+from ultrascale.parallel import store as store_module
+from ultrascale.parallel.buckets import ALIGNMENT, Span
 
 LR = [0.03, 0.02, 0.05, 0.0, 0.01]
 ADAMW = {
@@ -24,14 +25,19 @@ ADAMW = {
     "optimizer.eps": 1e-6,
 }
 SGD = {"optimizer.name": "sgd", "optimizer.weight_decay": 0.1}
+MUON = {**ADAMW, "optimizer.name": "muon"}
 
 
 def spans(assembly: Assembly) -> dict[str, tuple[Span, torch.Tensor, torch.Tensor]]:
     """Logical name → its span, and its masters and gradients as views without padding."""
-    gradients = assembly.gradients
+    store = assembly.store
     return {
-        span.layout.name: (span, gradients.valid(bucket.masters, span), gradients.valid(bucket.gradients, span))
-        for bucket in gradients.buckets
+        span.layout.name: (
+            span,
+            box_of(store, bucket, span, bucket.masters),
+            box_of(store, bucket, span, bucket.gradients),
+        )
+        for bucket in store.buckets
         for span in bucket.spans
     }
 
@@ -96,23 +102,40 @@ def test_learning_rate_factors_of_the_layout_apply(monkeypatch: pytest.MonkeyPat
     assert {layout.lr_scale for layout in layouts} == {0.25, 1.0, 2.0}
 
 
-def test_every_element_is_in_one_segment_of_its_own_class() -> None:
-    assembly = assembled(config_of({"parallel.bucket_bytes": 10_000}))
+@pytest.mark.parametrize(
+    "groups",
+    [(), ({"match": "*.k_proj.weight", "lr_scale": 0.5}, {"match": "layers.0.*_proj.*", "optimizer": "muon"})],
+    ids=["plain", "groups"],
+)
+def test_every_element_is_in_one_segment_of_its_own_rule(groups: Any) -> None:
+    config = config_of({**ADAMW, "parallel.bucket_bytes": 10_000, "optimizer.groups": groups})
+    assembly = assembled(config)
     assert len(assembly.gradients.buckets) > 1
     covered = {id(bucket): torch.zeros(bucket.numel, dtype=torch.int64) for bucket in assembly.gradients.buckets}
-    for segment in segments(assembly.gradients.buckets):
+    for segment in assembly.optimizer.segments:
         covered[id(segment.bucket)][segment.start : segment.stop] += 1
         for span in segment.bucket.spans:
+            # Up to an aligned place, or to where the next tensor begins: which elements a kernel ends with is then the
+            # same in every bucket.
+            assert segment.stop % ALIGNMENT == 0 or segment.stop in [span.start for span in segment.bucket.spans]
             if span.start < segment.stop and segment.start < span.stop:
-                assert (span.layout.decay, span.layout.lr_scale) == (segment.decay, segment.lr_scale), span.layout.name
+                assert rule_of(span.layout, config.optimizer) == segment.rule, span.layout.name
+                assert segment.holds(span)
     for bucket in assembly.gradients.buckets:
         for span in bucket.spans:
             assert (covered[id(bucket)][span.start : span.stop] == 1).all(), span.layout.name
 
 
-def test_padding_stays_zero() -> None:
+MUON_FOR_ALL_MATRICES = {
+    **MUON,
+    "optimizer.groups": tuple({"kind": kind, "optimizer": "muon"} for kind in ("embedding", "head")),
+}
+
+
+@pytest.mark.parametrize("overrides", [ADAMW, MUON_FOR_ALL_MATRICES], ids=["adamw", "muon"])
+def test_padding_stays_zero(overrides: dict[str, Any]) -> None:
     """Rows of the vocabulary that do not exist, and gaps between tensors: they would come into norms and messages."""
-    assembly = assembled(config_of(ADAMW))
+    assembly = assembled(config_of(overrides))
     for step in range(1, 4):
         draw_gradients(assembly, step)
         assembly.optimizer.step(step, 0.1, 1.0)
@@ -120,32 +143,32 @@ def test_padding_stays_zero() -> None:
     for bucket in assembly.gradients.buckets:
         padding = torch.ones(bucket.numel, dtype=torch.bool)
         for span in bucket.spans:
-            assembly.gradients.valid(padding, span).fill_(False)
+            box_of(assembly.store, bucket, span, padding).fill_(False)
         assert (bucket.masters[padding] == 0).all()
         checked += int(padding.sum())
     assert checked > 0
 
 
-@pytest.mark.parametrize("overrides", [ADAMW, {**SGD, "optimizer.momentum": 0.9}], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("overrides", [ADAMW, {**SGD, "optimizer.momentum": 0.9}, MUON], ids=["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("compute", ["float64", "bfloat16"])
 def test_building_an_optimizer_changes_no_parameter(
     overrides: dict[str, Any], compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it make a step: its state is zeros, and a first step with no gradient and no decay moves nothing."""
     seen: list[torch.Tensor] = []
-    materialise = gradients_module.Gradients.materialise
+    materialise = store_module.Store.materialise
 
     def watched(self: Any, *args: Any) -> None:
         materialise(self, *args)
         seen.extend(bucket.masters.clone() for bucket in self.buckets)
-        seen.extend(bucket.parameters.clone() for bucket in self.buckets)
+        seen.extend(bucket.weights.clone() for bucket in self.buckets)
 
-    monkeypatch.setattr(gradients_module.Gradients, "materialise", watched)
+    monkeypatch.setattr(store_module.Store, "materialise", watched)
     assembly = assembled(config_of({**overrides, "precision.compute": compute, "optimizer.weight_decay": 0.0}))
     buckets = assembly.gradients.buckets
 
     def now() -> list[torch.Tensor]:
-        return [bucket.masters for bucket in buckets] + [bucket.parameters for bucket in buckets]
+        return [bucket.masters for bucket in buckets] + [bucket.weights for bucket in buckets]
 
     assert all(torch.equal(before, after) for before, after in zip(seen, now(), strict=True))
     assert all((tensor == 0).all() for state in assembly.optimizer.state for tensor in state.values())
@@ -154,7 +177,9 @@ def test_building_an_optimizer_changes_no_parameter(
     assert all(torch.equal(before, after) for before, after in zip(seen, now(), strict=True))
 
 
-@pytest.mark.parametrize("overrides", [ADAMW, {**SGD, "optimizer.momentum": 0.9}, SGD], ids=["adamw", "sgdm", "sgd"])
+@pytest.mark.parametrize(
+    "overrides", [ADAMW, {**SGD, "optimizer.momentum": 0.9}, SGD, MUON], ids=["adamw", "sgdm", "sgd", "muon"]
+)
 @pytest.mark.parametrize("coefficient", [1.0, 0.5])
 def test_a_step_leaves_the_gradients_alone(overrides: dict[str, Any], coefficient: float) -> None:
     assembly = assembled(config_of(overrides))

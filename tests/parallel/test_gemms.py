@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 from small import assembled, by_hand, config_of, step_batch_of, tokens
 from ultrascale.config.schema import Config
 from ultrascale.models.family import load_family
-from ultrascale.parallel import gradients as gradients_module
+from ultrascale.parallel import store as store_module
 from ultrascale.parallel import tensor
-from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.init import initialise
 from ultrascale.parallel.layout import Layout
+from ultrascale.parallel.shards import Sharding
+from ultrascale.parallel.store import Store
 
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul", "linear", "_addmm_activation"}
 
@@ -91,25 +92,25 @@ HUGE: dict[str, dict[str, Any]] = {
 }
 
 
-def build_shard(config: Config, rank: int) -> tuple[Gradients, int]:
+def build_shard(config: Config, rank: int) -> tuple[Store, int]:
     """Builds a rank's stage without process groups; (its buckets, elements of the largest tensor ever made)."""
     with Largest() as largest:
         build = by_hand(config, rank)
         stage = load_family(config.model.family)(config).stage(
             build, range(config.model.num_hidden_layers), embedding=True, head=True
         )
-        gradients = Gradients(
+        store = Store(
             {0: stage.units()},
             build.mesh,
             rank,
             build.policy,
+            Sharding(0, ()),
             group_of=lambda axes: build.tensor_group,
             copies_of=lambda held: build.tensor_group,
             bucket_bytes=1,
-            deterministic=True,
         )
-        gradients.materialise(torch.device("cpu"), config.run.seed)
-    return gradients, largest.numel
+        store.materialise(torch.device("cpu"), config.run.seed)
+    return store, largest.numel
 
 
 def huge(kind: str, tp: int) -> Config:
@@ -135,7 +136,7 @@ def _full_then_sliced(target: torch.Tensor, layout: Layout, offset: tuple[int, .
 
 
 def test_a_full_tensor_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients_module, "initialise", _full_then_sliced)
+    monkeypatch.setattr(store_module, "initialise", _full_then_sliced)
     gradients, largest = build_shard(huge("vocabulary", tp=4), 1)
     assert largest > 2 * max(bucket.numel for bucket in gradients.buckets)
 

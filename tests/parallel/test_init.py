@@ -17,15 +17,16 @@ from torch.utils._pytree import tree_leaves
 from small import assembled, boxes, config_of
 from ultrascale.parallel import init
 from ultrascale.parallel.init import initialise, key_of, normal_at, philox, uniform_at
-from ultrascale.parallel.layout import Constant, Initializer, Layout, Normal, Use
+from ultrascale.parallel.layout import Constant, Initializer, Kind, Layout, Normal, Use
 
 STANDARD = Normal(1.0)
 
 
 def layout(shape: tuple[int, ...], name: str = "w", value: Initializer = STANDARD) -> Layout:
     return Layout(
-        name=name, shape=shape, split={}, used_in=Use.WHOLE, tie=None, init=value, decay=True, lr_scale=1.0, pad_to={}
-    )
+        name=name, shape=shape, split={}, used_in=Use.WHOLE, tie=None, init=value, decay=True, lr_scale=1.0, pad_to={},
+        kind=Kind.MATRIX,
+    )  # fmt: skip
 
 
 def filled(

@@ -15,7 +15,7 @@ from torch import nn
 from small import by_hand, config_of
 from ultrascale.mesh.axes import AXES, Mesh
 from ultrascale.models.family import load_family
-from ultrascale.parallel.layout import Constant, Layout, Normal, Stored, Tie, Use
+from ultrascale.parallel.layout import Constant, Kind, Layout, Normal, Stored, Tie, Use
 from ultrascale.parallel.module import Build, Module, stored_tensors
 
 AXIS_CHOICES: tuple[tuple[str, ...], ...] = (
@@ -25,7 +25,7 @@ AXIS_CHOICES: tuple[tuple[str, ...], ...] = (
 
 def layout(shape: tuple[int, ...], split: dict[int, tuple[str, ...]], use: Use = Use.FEATURES, **more: Any) -> Layout:
     fields = {"tie": None, "init": Normal(1.0), "decay": True, "lr_scale": 1.0, "pad_to": {}, "name": "w"}
-    return Layout(shape=shape, split=split, used_in=use, **{**fields, **more})
+    return Layout(shape=shape, split=split, used_in=use, kind=Kind.MATRIX, **{**fields, **more})
 
 
 @st.composite
@@ -262,7 +262,7 @@ def test_a_parameter_used_twice_needs_a_tie_and_is_one_stored_tensor() -> None:
     first = _Declared(half(), Tie("t", ("word", "head")))
     second.share("weight", first, "weight")
     entries = list(stored_tensors([("a", first), ("b", second)]))
-    assert [(entry.unit, entry.attribute) for entry in entries] == [("a", "weight")]
+    assert [(entry.units, entry.attribute) for entry in entries] == [(("a", "b"), "weight")]
     assert second.get_parameter("weight") is first.get_parameter("weight")
 
 

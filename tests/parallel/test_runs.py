@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale.parallel.buckets import ALIGNMENT, Span, runs
-from ultrascale.parallel.layout import Constant, Layout, Use
+from ultrascale.parallel.layout import Constant, Kind, Layout, Use
 
 
 def layout(name: str) -> Layout:
-    return Layout(name, (1,), {}, Use.WHOLE, None, Constant(0.0), decay=True, lr_scale=1.0, pad_to={})
+    one, plain = (1,), Constant(0.0)
+    return Layout(name, one, {}, Use.WHOLE, None, plain, decay=True, lr_scale=1.0, pad_to={}, kind=Kind.NORM)
 
 
 # Tensors of one or several members, many of them smaller than the alignment.

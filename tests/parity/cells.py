@@ -97,13 +97,12 @@ class Outcome:
 
 
 def boxes(assembly: Assembly, buffer: str) -> list[Box]:
-    """Every box of this rank in one kind of flat buffer: gradients, masters or parameters."""
+    """Every box of this rank in one kind of flat buffer: gradients or masters."""
     found = []
-    for bucket in assembly.gradients.buckets:
+    for bucket in assembly.store.buckets:
         for span in bucket.spans:
-            offset, _ = span.layout.box(assembly.mesh, assembly.rank)
-            values = assembly.gradients.valid(getattr(bucket, buffer), span).detach().clone().numpy()
-            found.append((span.layout.name, span.layout.shape, offset, values))
+            for offset, values in assembly.store.pieces(bucket, span, getattr(bucket, buffer)):
+                found.append((span.layout.name, span.layout.shape, offset, values.detach().clone().numpy()))
     return found
 
 

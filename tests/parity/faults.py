@@ -21,10 +21,14 @@ from ultrascale.comm import collectives
 from ultrascale.comm.collectives import Pending
 from ultrascale.data.loader import NO_TARGET, Data, MicroArrays
 from ultrascale.models.batch import MicroBatch, StepBatch
+from ultrascale.optim.muon import newton_schulz
+from ultrascale.optim.whole_matrices import WholeMatrices
 from ultrascale.parallel import init
 from ultrascale.parallel.buckets import Bucket
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.reduction import Reduction
+from ultrascale.parallel.store import Store
+from ultrascale.parallel.weights import Weights
 from ultrascale.pipeline.engine import Engine
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -54,9 +58,9 @@ def batch_sums_are_doubled() -> Patch:
     """Every bucket is reduced twice."""
     original = Gradients._sum
 
-    def twice(self: Gradients, flat: torch.Tensor, group: Any) -> Reduction:
-        original(self, flat, group).finish()
-        return original(self, flat, group)
+    def twice(self: Gradients, flat: torch.Tensor, group: Any, target: torch.Tensor | None = None) -> Reduction:
+        original(self, flat, group, target).finish()
+        return original(self, flat, group, target)
 
     return patch.object(Gradients, "_sum", twice)
 
@@ -76,15 +80,15 @@ def batch_sums_are_averages() -> Patch:
 @fault
 def ties_are_forgotten() -> Patch:
     """Embedding and head on different stages keep their own gradients."""
-    return patch.object(Gradients, "copies_of", lambda self, bucket: self.group_of(()))
+    return patch.object(Store, "copies_of", lambda self, bucket: self.group_of(()))
 
 
 @fault
 def second_copies_keep_their_own_gradients() -> Patch:
     """A schedule that runs in both directions holds every stage twice, and each copy sees half of the micro-batches."""
-    original = Gradients.copies_of
+    original = Store.copies_of
     return patch.object(
-        Gradients, "copies_of", lambda self, bucket: original(self, bucket) if bucket.tie else self.group_of(())
+        Store, "copies_of", lambda self, bucket: original(self, bucket) if bucket.tie else self.group_of(())
     )
 
 
@@ -116,14 +120,53 @@ def deferred_weight_gradients_belong_to_the_stage_alone() -> Patch:
 
 
 @fault
+def micro_batches_overwrite_a_shards_gradient() -> Patch:
+    """A reduce-scatter of every micro-batch takes the place of the last one's sum."""
+    original = Reduction.finish
+    return patch.object(Reduction, "finish", lambda self: original(dataclasses.replace(self, adds=False)))
+
+
+@fault
+def copies_of_a_shard_are_not_summed() -> Patch:
+    """Shard × replicate without the all-reduce over replicate."""
+    return patch.object(Store, "replicas_of", lambda self, bucket: ())
+
+
+@fault
+def weights_are_not_gathered_after_a_step() -> Patch:
+    """Each rank goes on with its own new shard and the others' old ones."""
+    original = Weights.publish
+
+    def first_only(self: Weights) -> None:
+        if not hasattr(self, "published"):
+            self.published = True  # type: ignore[attr-defined]
+            original(self)
+
+    return patch.object(Weights, "publish", first_only)
+
+
+@fault
+def weights_of_the_wrong_shard_are_gathered() -> Patch:
+    """Shards are joined in another order than they were cut."""
+    original = collectives.all_gather
+
+    def rolled(tensor: torch.Tensor, group: Any, into: torch.Tensor | None = None) -> Pending:
+        pending = original(tensor, group, into)
+        if into is not None and group.ledger.phase == "gather":
+            into.copy_(pending.wait().roll(tensor.numel()))
+        return pending
+
+    return patch.object(collectives, "all_gather", rolled)
+
+
+@fault
 def batches_are_summed_over_the_wrong_group() -> Patch:
     """Buckets are reduced over tp instead of over the replicas."""
 
-    def issue(self: Gradients, bucket: Bucket) -> None:
-        bucket.reduction = self._sum(bucket.gradients, self.group_of(("tp",)))
-        self._issued.append(bucket.reduction)
+    def over_tp(self: Gradients, bucket: Bucket) -> Reduction:
+        return self._sum(bucket.gradients, self.store.group_of(("tp",)))
 
-    return patch.object(Gradients, "_issue", issue)
+    return patch.object(Gradients, "_sum_over_batch", over_tp)
 
 
 @fault
@@ -158,7 +201,7 @@ def denominators_are_local() -> Patch:
 @fault
 def replicated_parameters_count_twice_in_the_norm() -> Patch:
     """Every rank counts what it holds."""
-    return patch.object(Gradients, "counts", lambda self, bucket, span: True)
+    return patch.object(Store, "counts", lambda self, bucket, span: True)
 
 
 @fault
@@ -233,3 +276,23 @@ def weights_are_updated_by_local_gradients_on_one_rank() -> Patch:
         return original(step, config) * (1.5 if alone else 1.0)
 
     return patch.object(stepping, "learning_rate", rate)
+
+
+@fault
+def pieces_of_matrices_are_made_orthogonal() -> Patch:
+    """Muon without its exchange: each rank takes its own piece for the matrix (DeepSpeed#8437)."""
+    gather, scatter = WholeMatrices.gather, WholeMatrices.scatter
+    kept: list[torch.Tensor] = []
+
+    def keeping(self: WholeMatrices, piece: Any, like: torch.Tensor) -> Pending:
+        kept[:] = [newton_schulz(piece(part)).flatten() for parts in self._returned for part in parts]
+        return gather(self, piece, like)
+
+    def own(self: WholeMatrices, matrices: Sequence[torch.Tensor], like: torch.Tensor) -> Pending:
+        scatter(self, matrices, like).wait()
+        return Pending(torch.cat(kept))
+
+    patches = contextlib.ExitStack()
+    patches.enter_context(patch.object(WholeMatrices, "gather", keeping))
+    patches.enter_context(patch.object(WholeMatrices, "scatter", own))
+    return patches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faults
 import pytest
 import schedules
+import zero
 from cells import Cell, ParityError, check
 
 SP = {"parallel.sequence_parallel": True}
@@ -69,10 +70,17 @@ def test_schedule_equals_one_process(cell: Cell) -> None:
     check(cell)
 
 
+@pytest.mark.parametrize("cell", zero.cover(), ids=str)
+def test_zero_stage_equals_one_process(cell: Cell) -> None:
+    check(cell)
+
+
 DP2 = Cell(2, {"parallel.dp": 2})
 TP2_SP = Cell(2, {"parallel.tp": 2, **SP})
 TP2_ONE_KV_HEAD = Cell(2, {"parallel.tp": 2, **NO_SP, "model.num_key_value_heads": 1})  # on both ranks
 PP2_TIED = Cell(2, {"parallel.pp": 2, **TIED})
+ZERO1, ZERO2, ZERO3 = (zero.cell(stage, 2, {"parallel.dp": 2, "batch.micro_size": 1}) for stage in (1, 2, 3))
+HYBRID = zero.cell(1, 4, {"parallel.dp": 4, "batch.micro_size": 1}, zero.HYBRID)
 ZB_V = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "zb_v"})
 DUALPIPE = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "dualpipe", **TIED})
 FAULTS = [
@@ -86,6 +94,10 @@ FAULTS = [
         r"gradients of \w",
     ),
     ("ties_are_forgotten", PP2_TIED, r"gradients of embed_tokens\.weight"),
+    ("micro_batches_overwrite_a_shards_gradient", ZERO2, r"gradients of \w"),
+    ("copies_of_a_shard_are_not_summed", HYBRID, r"gradients of \w"),
+    ("weights_are_not_gathered_after_a_step", ZERO1, r"weights of \w"),
+    ("weights_of_the_wrong_shard_are_gathered", ZERO3, r"gradients of \w"),
     ("second_copies_keep_their_own_gradients", DUALPIPE, r"gradients of layers\.\d"),
     ("deferred_weight_gradients_of_a_micro_batch_are_lost", ZB_V, r"gradients of \w"),
     ("deferred_weight_gradients_belong_to_the_stage_alone", ZB_V, r"gradients of .*_proj\.weight"),
@@ -98,6 +110,11 @@ FAULTS = [
     ("gradients_between_stages_are_doubled", PP2_TIED, r"gradients of \w"),
     ("replicated_parameters_count_twice_in_the_norm", TP2_SP, r"norm of step 1"),
     ("weights_are_updated_by_local_gradients_on_one_rank", DP2, r"weights of \w"),
+    (
+        "pieces_of_matrices_are_made_orthogonal",
+        Cell(2, {"parallel.tp": 2, **SP, "optimizer.name": "muon"}),
+        r"weights of \w",
+    ),
 ]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import schedules
 import torch
+import zero
 from cells import Cell, check
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ VARIANTS: list[dict[str, Any]] = [
     )
 ]
 MATRIX = [Cell(world, {**layout, **variant}) for world, layout in layouts() for variant in VARIANTS]
-MATRIX += [cell for cell in schedules.matrix() if cell not in MATRIX]
+MATRIX += [cell for cell in (*schedules.matrix(), *zero.matrix()) if cell not in MATRIX]
 
 
 @cache

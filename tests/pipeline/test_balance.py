@@ -73,7 +73,7 @@ def problems(draw: st.DrawFn) -> tuple[LayerCosts, Placement, Memory]:
     return costs, placement, Memory(draw(st.none() | st.integers(20, 200)), held)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems())
 def test_equals_the_best_of_all_splits(problem: tuple[LayerCosts, Placement, Memory]) -> None:
     costs, placement, memory = problem
@@ -160,7 +160,7 @@ def test_memory_moves_layers_to_ranks_that_hold_fewer_micro_batches() -> None:
     assert counts(balance(costs, plan, limit=8).split) == [1, 2, 2, 3]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(2, 4), st.integers(0, 6), st.integers(0, 6), st.integers(0, 2))
 def test_refining_shortens_the_simulated_makespan_or_leaves_it(
     ranks: int, more: int, head: int, embedding: int

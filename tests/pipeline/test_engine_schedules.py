@@ -8,12 +8,11 @@ import pytest
 
 from pool import Context, pool
 from small import assembled, config_of, step_batch_of, tokens
-from ultrascale.assembly import Assembly
+from ultrascale.assembly import Assembly, training_plan
 from ultrascale.config.schema import Config
 from ultrascale.pipeline.actions import COMPUTE, Action
 from ultrascale.pipeline.activations import peak_activations
 from ultrascale.pipeline.engine import Engine
-from ultrascale.pipeline.program import program
 from ultrascale.pipeline.schedules.registry import SCHEDULES
 
 TRAINING = [entry for entry in SCHEDULES if entry.training]
@@ -59,8 +58,9 @@ def _most_held(context: Context, config: Config) -> tuple[int, list[tuple[str, s
 @pytest.mark.parametrize("name", [entry.name for entry in TRAINING])
 def test_what_is_held_and_what_is_run_are_the_plans(name: str) -> None:
     ranks = 2
-    plan = program(name, ranks, MICRO_BATCHES)
-    seen = pool(ranks).run(_most_held, config_for(name, ranks))
+    config = config_for(name, ranks)
+    plan = training_plan(config)
+    seen = pool(ranks).run(_most_held, config)
     for rank, (most, ran) in enumerate(seen):
         # An FB holds one more while it runs than after it.
         pairs = any(action.parts for action in plan.actions[rank])

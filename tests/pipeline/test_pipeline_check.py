@@ -9,14 +9,16 @@ from typing import Any, cast
 
 import pytest
 
+from small import config_of
 from ultrascale.config.schema import Config
 from ultrascale.pipeline.check import check
+from ultrascale.pipeline.layer_costs import planned_costs
 from ultrascale.pipeline.schedules import registry
 
 
 def config(pp: int = 1, layers: int = 8, micro_batches: int = 4, **pipeline: Any) -> Config:
     given = {"schedule": "1f1b", "virtual_stages": None, "layout": None} | pipeline
-    given = {"group_size": None, "activation_limit": None} | given
+    given = {"group_size": None, "activation_limit": None, "costs": None} | given
     return cast(
         Config,
         SimpleNamespace(
@@ -121,3 +123,38 @@ def test_a_check_builds_no_plan_that_takes_long(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(registry, "find", lambda name: slow)
     assert check(config(pp=8, micro_batches=8)) == []
     assert built == [8]
+
+
+def real(schedule: str, costs: str | None = None) -> Config:
+    return config_of(
+        {"parallel.pp": 2, "model.num_hidden_layers": 8, "pipeline.schedule": schedule, "pipeline.costs": costs}, 2
+    )
+
+
+def test_a_searched_schedule_orders_by_the_stages_it_will_run() -> None:
+    """The last stage has the head, here as heavy as several layers; the numbers of a config come before the model's."""
+    auto = registry.find("auto")
+    costs = planned_costs(real("auto"), auto)
+    assert costs is not None
+    assert isinstance(costs.F, tuple)
+    assert costs.F[0] == pytest.approx(4)
+    assert costs.F[1] > costs.F[0]
+    given = planned_costs(real("auto", "F=1:3,BI=2,BW=2"), auto)
+    assert given is not None
+    assert given.F == (1, 3)
+    assert planned_costs(real("1f1b"), registry.find("1f1b")) is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "costs", "words"),
+    [
+        ("auto", "F=1:2:3", "for 3 stages"),
+        ("auto", "G=1", "unknown"),
+        ("auto", "F=-1", "negative"),
+        ("1f1b", "F=1", "no effect"),
+    ],
+)
+def test_costs_that_do_not_fit_are_refused(schedule: str, costs: str, words: str) -> None:
+    (problem,) = check(real(schedule, costs))
+    assert problem.key == "pipeline.costs"
+    assert words in problem.message

@@ -6,7 +6,8 @@ import pytest
 from reference_plans import COST_AWARE, FIXED, costs_of, key_of, orders, plan_of, rows
 
 from ultrascale.pipeline.actions import Plan
-from ultrascale.pipeline.communication import insert_communication, insert_reduce
+from ultrascale.pipeline.communication import insert_communication
+from ultrascale.pipeline.parameters import insert_reduce
 from ultrascale.pipeline.schedules import registry
 from ultrascale.pipeline.simulate import Simulation, simulate
 from ultrascale.pipeline.validate import validate

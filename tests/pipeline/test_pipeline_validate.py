@@ -19,7 +19,8 @@ from ultrascale.pipeline.actions import (
     ScheduleError,
     parse_action,
 )
-from ultrascale.pipeline.communication import insert_communication, insert_reduce
+from ultrascale.pipeline.communication import insert_communication
+from ultrascale.pipeline.parameters import insert_reduce
 from ultrascale.pipeline.program import program
 from ultrascale.pipeline.schedules import registry
 from ultrascale.pipeline.validate import validate
@@ -149,11 +150,31 @@ def test_pytorchs_1f1b_of_the_last_rank_is_refused_at_its_first_wrong_action() -
     assert str(error.action) == "B3.0"
 
 
-def test_a_reduction_of_a_micro_batch_is_refused() -> None:
-    plan = program("1f1b", 2, 2)
-    row = list(plan.actions[0])
+def test_a_stage_is_reduced_once_or_for_every_micro_batch() -> None:
+    once, each = program("1f1b", 2, 2), program("1f1b", 2, 2, zero_stage=2)
+    row = list(once.actions[0])
     row.insert(row.index(parse_action("B0.1")), parse_action("REDUCE0.0"))
-    refused(edited(plan, 0, row), "(REDUCE0.0)", "write REDUCE0")
+    refused(edited(once, 0, row), "(REDUCE0.0)", "not both")
+    row = list(each.actions[0])
+    assert [str(action) for action in row if action.kind is Kind.REDUCE] == ["REDUCE0.0", "REDUCE0.1"]
+    row.remove(parse_action("REDUCE0.1"))
+    refused(edited(each, 0, row), "micro-batch 1 of stage 0 is never reduced")
+    row.insert(row.index(parse_action("B0.1")), parse_action("REDUCE0.1"))
+    refused(edited(each, 0, row), "stands before B0.1")
+
+
+def test_weights_are_gathered_around_all_that_reads_them() -> None:
+    plan = program("zb_h1", 2, 3, zero_stage=3, gathered_once=True)
+    for rank, actions in enumerate(plan.actions):
+        found = [str(action) for action in actions if action.kind in (Kind.UNSHARD, Kind.RESHARD)]
+        assert found == [f"UNSHARD{rank}", f"RESHARD{rank}"]
+        last_use = max(index for index, action in enumerate(actions) if action.kind in (Kind.F, Kind.BI, Kind.B))
+        assert actions[last_use + 1].kind is Kind.RESHARD  # weight gradients that come later need none
+    row = list(plan.actions[0])
+    reshard = row.pop(row.index(parse_action("RESHARD0")))
+    refused(edited(plan, 0, row), "RESHARD0 is missing")
+    refused(edited(plan, 0, [row[0], reshard, *row[1:]]), "not gathered")
+    refused(edited(plan, 0, [row[0], row[0], *row[1:]]), "gathered already")
 
 
 def test_places_that_do_not_exist_are_refused() -> None:

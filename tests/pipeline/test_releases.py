@@ -12,7 +12,8 @@ from reference_plans import orders, plan_of
 
 from ultrascale.pipeline import releases as releases_module
 from ultrascale.pipeline.actions import COMPUTE, SENDS, Action, Kind, Message, Plan
-from ultrascale.pipeline.communication import insert_communication, insert_reduce
+from ultrascale.pipeline.communication import insert_communication
+from ultrascale.pipeline.parameters import insert_reduce
 from ultrascale.pipeline.program import program
 from ultrascale.pipeline.releases import releases
 from ultrascale.pipeline.validate import validate

@@ -29,15 +29,12 @@ from ultrascale.pipeline.search.v_blocks import PERIOD, whole_blocks
 from ultrascale.pipeline.simulate import simulate
 
 SEARCHED = sorted(automatic.SEARCHED)
-SMALL = [row for row in rows() if row["schedule"] in COST_AWARE and int(row["P"]) <= 4]
-LARGE = [row for row in rows() if row["schedule"] in COST_AWARE and int(row["P"]) > 4]
+ROWS = [row for row in rows() if row["schedule"] in COST_AWARE]
+QUICK = [row for row in ROWS if int(row["P"]) == 2 or (int(row["P"]) == 4 and "BI=1;BW=1;comm=0;" in row["costs"])]
 
 # V-Min at two ranks uses the four activations that its bound allows also before the input gradient; the published order
-# keeps three there and takes 8 % to 20 % longer. The other takes a shorter span than the published one.
+# keeps three there and takes 8 % to 19 % longer. ZB2P at four ranks gives a shorter span for one activation more there.
 MORE_TO_INPUT_GRADIENT = {("v_min", "2"), ("zb2p_auto", "4")}
-
-# 1F1B-V at eight ranks: ours is up to this much longer. Whole backwards leave the local search few moves.
-LONGER = {("1f1b_v", "8"): 1.025}
 
 
 def ident(row: dict[str, str]) -> str:
@@ -56,7 +53,7 @@ def assert_no_worse(row: dict[str, str]) -> None:
     prove(entry, request)
     result = simulate(plan, request.costs)
     key = (row["schedule"], row["P"])
-    assert result.makespan <= float(row["makespan"]) * LONGER.get(key, 1) + 1e-6
+    assert result.makespan <= float(row["makespan"]) + 1e-6
     published = {
         rule: [int(number) for number in row[f"inflight_per_rank(release at {rule})"].split("|")]
         for rule in ("B/W", "B/I")
@@ -68,18 +65,18 @@ def assert_no_worse(row: dict[str, str]) -> None:
 
 
 def test_there_are_rows_of_every_searched_schedule() -> None:
-    assert {row["schedule"] for row in SMALL} == {*COST_AWARE} == automatic.SEARCHED - {"auto"}
-    assert len(SMALL) + len(LARGE) >= 48
+    assert {row["schedule"] for row in QUICK} == {*COST_AWARE} == automatic.SEARCHED - {"auto"}
+    assert len(ROWS) == 6 * 16
 
 
-@pytest.mark.parametrize("row", SMALL, ids=ident)
+@pytest.mark.parametrize("row", QUICK, ids=ident)
 def test_no_worse_than_the_published_row(row: dict[str, str]) -> None:
     assert_no_worse(row)
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("row", LARGE, ids=ident)
-def test_no_worse_than_the_published_row_of_eight_ranks(row: dict[str, str]) -> None:
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in QUICK], ids=ident)
+def test_no_worse_than_the_published_row_of_more_ranks(row: dict[str, str]) -> None:
     assert_no_worse(row)
 
 
@@ -117,8 +114,8 @@ def assert_right(name: str, request: Request) -> None:
 
 @pytest.mark.parametrize("name", SEARCHED)
 def test_valid_in_its_memory_for_any_size_and_costs(name: str) -> None:
-    @settings(max_examples=8, deadline=None)
-    @given(requests(name, 5, 9))
+    @settings(max_examples=5, deadline=None)
+    @given(requests(name, 3, 6))
     def check(request: Request) -> None:
         assert_right(name, request)
 
@@ -151,16 +148,16 @@ def seeds_of(request: Request) -> list[Plan]:
     return plans
 
 
-@settings(max_examples=10, deadline=None)
-@given(requests("auto", 4, 9))
+@settings(max_examples=6, deadline=None)
+@given(requests("auto", 3, 6))
 def test_auto_is_never_longer_than_any_schedule_that_fits(request: Request) -> None:
     makespan = simulate(automatic.schedule(request), request.costs).makespan
     for plan in seeds_of(request):
         assert makespan <= simulate(plan, request.costs).makespan * (1 + 1e-9), plan.name
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.integers(2, 4), st.integers(1, 8), st.integers(2, 3), st.data())
+@settings(max_examples=5, deadline=None)
+@given(st.integers(2, 3), st.integers(1, 6), st.integers(2, 3), st.data())
 def test_auto_with_several_stages_is_never_longer_than_1f1b_of_the_same_model(
     ranks: int, micro_batches: int, virtual: int, data: st.DataObject
 ) -> None:
@@ -226,9 +223,9 @@ import hashlib
 from ultrascale.pipeline.costs import Costs
 from ultrascale.pipeline.schedules import registry
 text = []
-for name, virtual, limit in (("auto", 1, 3), ("auto", 2, 9), ("v_half", 2, None), ("1f1b_v", 2, None)):
-    costs = Costs(tuple(1 + (3 * s) % 4 / 3 for s in range(4 * virtual)), 1.1, 0.7, 0.13)
-    plan = registry.build(name, 4, 6, virtual, costs, activation_limit=limit)
+for name, virtual, limit in (("auto", 1, 2), ("auto", 2, 5), ("v_half", 2, None), ("1f1b_v", 2, None)):
+    costs = Costs(tuple(1 + (3 * s) % 4 / 3 for s in range(3 * virtual)), 1.1, 0.7, 0.13)
+    plan = registry.build(name, 3, 4, virtual, costs, activation_limit=limit)
     text.append(" ".join(str(action) for row in plan.actions for action in row))
 print(hashlib.sha256("\\n".join(text).encode()).hexdigest())
 """
@@ -237,7 +234,7 @@ print(hashlib.sha256("\\n".join(text).encode()).hexdigest())
 def test_every_process_finds_the_same_order() -> None:
     """Whatever the hashes of strings are, and whatever was searched for before."""
     digests = set()
-    for seed in ("0", "1", "4242"):
+    for seed in ("1", "4242"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         run = subprocess.run(
             [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
@@ -267,7 +264,7 @@ def searches(draw: st.DrawFn) -> tuple[Operations, list[int], list[list[int]]]:
     return operations, limits, orders
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(searches())
 def test_greedy_lists_finish_within_any_limit_and_steps_after_them_never_worsen(
     found: tuple[Operations, list[int], list[list[int]]],

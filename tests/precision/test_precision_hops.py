@@ -105,7 +105,7 @@ def test_sums_and_norms_of_bfloat16_are_float32_or_wider(monkeypatch: pytest.Mon
     assert assembly.stages[0].frequency.dtype == torch.float64  # type: ignore[attr-defined]
     assert assembly.gradients.square_sum().dtype == torch.float64
     for bucket in assembly.gradients.buckets:
-        assert bucket.parameters.dtype == torch.bfloat16
+        assert bucket.weights.dtype == torch.bfloat16
         assert bucket.masters.dtype == bucket.gradients.dtype == torch.float32
     logits = assembly.evaluation.run(step_batch_of(assembly, tokens(assembly.config)[0], None))
     assert logits[0]["logits"].dtype == torch.float32
@@ -210,14 +210,14 @@ def test_updates_too_small_for_the_compute_dtype_survive_in_the_masters(optimize
         moved = first - bucket.masters
         expected = first * steps * share if optimizer == "sgd" else torch.sign(first) * steps * share
         torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
-        assert torch.equal(bucket.parameters, bucket.masters.bfloat16())
-        assert not torch.equal(bucket.parameters, first.bfloat16())
+        assert torch.equal(bucket.weights, bucket.masters.bfloat16())
+        assert not torch.equal(bucket.weights, first.bfloat16())
 
 
 def test_parameters_are_the_masters_rounded_from_the_first_step_on() -> None:
     assembly = assembled(config_of(BF16))
     rounded = 0
     for bucket in assembly.gradients.buckets:
-        assert torch.equal(bucket.parameters, bucket.masters.bfloat16())
-        rounded += int((bucket.masters != bucket.parameters.float()).sum())
+        assert torch.equal(bucket.weights, bucket.masters.bfloat16())
+        rounded += int((bucket.masters != bucket.weights.float()).sum())
     assert rounded > 1000  # the masters hold more than the parameters say

@@ -26,7 +26,7 @@ from ultrascale import trainer
 from ultrascale.config.collect import check
 from ultrascale.config.load import load
 from ultrascale.config.problem import ConfigError
-from ultrascale.config.schema import Config, flatten
+from ultrascale.config.schema import Config, ParameterGroup, flatten
 from ultrascale.models.llama import Llama
 from ultrascale.parallel.objective import Term
 
@@ -74,6 +74,9 @@ EFFECTIVE = {
     "parallel.order": Changed(("tp", "dp", "ep", "cp", "pp"), 4, {"parallel.tp": 2, "parallel.pp": 2}),
     "parallel.sequence_parallel": Changed(False, 2, TP),
     "parallel.bucket_bytes": Changed(1, 2, DP),
+    "parallel.zero_stage": Changed(1, 2, DP),
+    "parallel.dp_shard": Changed(1, 2, {**DP, "parallel.zero_stage": 3}),
+    "parallel.keep_gathered": Changed(True, 2, {**DP, "parallel.zero_stage": 3}),
     "parallel.deterministic_reduction": Changed(False, 2, DP),
     "parallel.timeout_seconds": Changed(77.0),
     "pipeline.schedule": Changed("gpipe", 2, {**PP, "profile.timeline": True}),
@@ -91,6 +94,10 @@ EFFECTIVE = {
     "optimizer.eps": Changed(0.1),
     "optimizer.momentum": Changed(0.9, 1, {"optimizer.name": "sgd"}),
     "optimizer.max_norm": Changed(0.1),
+    "optimizer.groups": Changed((ParameterGroup(kind="norm", lr_scale=0.5),)),
+    "optimizer.newton_schulz_dtype": Changed("bfloat16", 1, {"optimizer.name": "muon"}),
+    "optimizer.state_dtype": Changed("bfloat16"),
+    "optimizer.offload": Changed(True),  # said to be of no use here
     "schedule.name": Changed("linear", 1, COSINE),
     "schedule.total_steps": Changed(5, 1, COSINE),
     "schedule.warmup_steps": Changed(2),
@@ -109,9 +116,9 @@ EFFECTIVE = {
 }  # fmt: skip
 
 REFUSED = {
-    "parallel.cp": "2", "parallel.ep": "2", "parallel.zero_stage": "1", "parallel.expert_axes": "[cp]",
+    "parallel.cp": "2", "parallel.ep": "2", "parallel.expert_axes": "[cp]",
     "parallel.expert_tensor_axes": "[]", "pipeline.virtual_stages": "2", "model.options": "{a: 1}",
-    "pipeline.group_size": "2", "pipeline.activation_limit": "2",
+    "pipeline.group_size": "2", "pipeline.activation_limit": "2", "pipeline.costs": "F=2",
     "precision.recipe": "x", "checkpoint.asynchronous": "true", "init.from_hf": "x",
 }  # fmt: skip
 """Not in this version, or idle: refused by name on the command line, as any other value would be a lie."""
@@ -120,6 +127,8 @@ SHOWN_ELSEWHERE = {
     "run.resume": "test_trainer_bad_input: never and PATH",
     "checkpoint.verify": "test_verify_off_takes_what_full_refuses, below",
     "model.max_position_embeddings": "test_generation: the window; test_trainer_bad_input: longer sequences",
+    "parallel.prefetch": "test_zero: weights gathered at once",
+    "parallel.overlap": "test_zero: what is under way, by the order of calls",
     "context.method": "how cp works: idle, and allowed, while cp = 1",
     "context.split": "the same",
 }

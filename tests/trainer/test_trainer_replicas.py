@@ -11,7 +11,7 @@ import torch
 from trainer_cases import BASE, Job, codes, status, train, yaml_file
 
 from pool import Context, pool
-from small import assembled, config_of
+from small import assembled, box_of, config_of
 from ultrascale import trainer
 from ultrascale.assembly import Assembly
 from ultrascale.parallel.buckets import Bucket, Span
@@ -44,13 +44,13 @@ def test_copies_are_bitwise_equal_after_every_step(world: int, layout: dict[str,
 def spans_of(assembly: Assembly) -> list[tuple[Bucket, Span]]:
     """Every logical parameter that this rank holds something of."""
     found = [(bucket, span) for bucket in assembly.gradients.buckets for span in bucket.spans]
-    return [(bucket, span) for bucket, span in found if assembly.gradients.valid(bucket.masters, span).numel()]
+    return [(bucket, span) for bucket, span in found if box_of(assembly.store, bucket, span, bucket.masters).numel()]
 
 
 def last_value(assembly: Assembly, number: int) -> torch.Tensor:
     """[], of the number-th logical parameter of this rank."""
     bucket, span = spans_of(assembly)[number]
-    return assembly.gradients.valid(bucket.masters, span).view(-1)[-1]
+    return box_of(assembly.store, bucket, span, bucket.masters).view(-1)[-1]
 
 
 def stray(value: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ def every_parameter(context: Context, layout: dict[str, Any]) -> list[tuple[str,
     last = context.rank == context.world_size - 1
     assembly = assembled(config, context)
     mesh, spans = assembly.mesh, spans_of(assembly)
-    check_replicas(assembly.gradients)  # equal at start
+    check_replicas(assembly.store)  # equal at start
     found = []
     for number in range(MOST):
         strays = last and number < len(spans)
@@ -78,15 +78,15 @@ def every_parameter(context: Context, layout: dict[str, Any]) -> list[tuple[str,
             stray(value)
         said = ""
         try:
-            check_replicas(assembly.gradients)
+            check_replicas(assembly.store)
         except ReplicaError as error:
             said = str(error)
         value.copy_(before)
         if strays:
             bucket, span = spans[number]
-            tied = assembly.gradients.copies_of(bucket).size > 1
+            tied = assembly.store.copies_of(bucket).size > 1
             found.append((span.layout.name, said, tied or mesh.size(span.layout.replica_axes(mesh)) > 1))
-    check_replicas(assembly.gradients)  # each was put back
+    check_replicas(assembly.store)  # each was put back
     return found
 
 

@@ -25,8 +25,17 @@ TP, PP, DP = {"parallel.tp": 2}, {"parallel.pp": 2}, {"parallel.dp": 2}
 # Every stage twice; two stages of one rank that share the tied embedding, with weight gradients of their own.
 TWO_WAY = {**PP, "pipeline.schedule": "dualpipe", "batch.micro_size": 1}
 V_SHAPED = {**PP, "pipeline.schedule": "zb_v", "model.num_hidden_layers": 4}
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, TP), (2, PP), (2, DP), (2, TWO_WAY), (2, V_SHAPED)]
-NAMES = ["one process", "tp2", "pp2", "dp2", "pp2 dualpipe", "pp2 zb_v"]
+SHARED = {**DP, "parallel.zero_stage": 3}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, TP),
+    (2, PP),
+    (2, DP),
+    (2, TWO_WAY),
+    (2, V_SHAPED),
+    (2, SHARED),
+]
+NAMES = ["one process", "tp2", "pp2", "dp2", "pp2 dualpipe", "pp2 zb_v", "dp2 zero 3"]
 COSINE = {"schedule.name": "cosine", "schedule.total_steps": 7, "schedule.warmup_steps": 2, "schedule.min_lr": 0.001}
 
 
@@ -87,11 +96,18 @@ def test_after_a_crash_metrics_are_cut_back_to_the_checkpoint_and_each_step_is_t
     ("before", "after"),
     [
         ((4, {"parallel.tp": 2, "parallel.pp": 2}), (2, DP)),
-        ((2, DP), (4, {"parallel.tp": 4})),  # two KV heads: replicated
+        ((2, SHARED), (4, {"parallel.tp": 4})),  # two KV heads: replicated
+        ((1, {}), (4, {"parallel.dp": 4, "parallel.zero_stage": 1, "parallel.dp_shard": 2, "batch.micro_size": 1})),
         ((2, TWO_WAY), (1, {})),
         ((1, {}), (4, {"parallel.tp": 2, "parallel.pp": 2, "pipeline.layout": (0, 2)})),
     ],
-    ids=["tp2·pp2 to dp2", "dp2 to tp4", "pp2 dualpipe to one", "one to tp2·pp2"],
+    ids=[
+        "tp2·pp2 to dp2",
+        "dp2 zero 3 to tp4",
+        "one to dp4 zero 1, two by two",
+        "pp2 dualpipe to one",
+        "one to tp2·pp2",
+    ],
 )
 def test_going_on_under_another_layout_is_the_same_run_within_rounding(
     before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]], tmp_path: Path

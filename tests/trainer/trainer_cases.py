@@ -134,7 +134,7 @@ def run_rank(context: Context | None, world: int, overrides: Mapping[str, Any], 
             outcome.error = "crash"
     if held:
         outcome.state = {
-            box.name: (tuple(box.offset), box.tensor.detach().contiguous().numpy().tobytes())
+            box.name: (tuple(box.offset), box.tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
             for box in state_boxes(held[0].assembly.optimizer, owned=False)
         }
     return outcome

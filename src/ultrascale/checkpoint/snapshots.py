@@ -104,7 +104,7 @@ class Snapshots:
 
         # A rank alone may find damage in what only it reads; then none may go on.
         manifest = together(fill, self.world, CheckpointError)
-        self.optimizer.gradients.publish()
+        self.optimizer.weights.publish()
         if go_back and self.world.index == 0 and folder.resolve().parent == self.root.resolve():
             # To an earlier step of this very run: what came after it is set aside, not overwritten.
             self.set_aside = [str(path) for path in set_aside_after(self.root, manifest.step)]

@@ -13,14 +13,16 @@ def state_boxes(optimizer: Optimizer, owned: bool) -> Iterator[Box]:
 
     owned   True: each element on one rank in the whole world, what a save writes. False: all that this rank holds,
             what a load fills.
-    Masters are the truth: copies in the compute dtype are rebuilt from them, and padding is no part of a box.
+    Masters are the truth: copies in the compute dtype are rebuilt from them, and padding is no part of a box. Moments
+    are stored as they are held, so that a run that goes on has their every bit.
     """
-    gradients = optimizer.gradients
-    for bucket, state in zip(gradients.buckets, optimizer.state, strict=True):
-        buffers = {"": bucket.masters, **{f"optimizer.{name}/": buffer for name, buffer in state.items()}}
+    store = optimizer.store
+    for bucket in store.buckets:
         for span in bucket.spans:
-            if owned and not gradients.counts(bucket, span):
+            if owned and not store.counts(bucket, span):
                 continue
-            offset, _ = span.layout.box(gradients.mesh, gradients.rank)
-            for prefix, buffer in buffers.items():
-                yield Box(prefix + span.layout.name, span.layout.shape, offset, gradients.valid(buffer, span))
+            name, shape = span.layout.name, span.layout.shape
+            for offset, values in store.pieces(bucket, span, bucket.masters):
+                yield Box(name, shape, offset, values)
+            for state, offset, values in optimizer.state_pieces(bucket, span):
+                yield Box(f"optimizer.{state}/{name}", shape, offset, values)

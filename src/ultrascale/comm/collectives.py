@@ -48,10 +48,11 @@ class Pending:
 
         May be called again: it then returns the same tensor.
         """
-        if self._work is not None:
+        work = self._work
+        if work is not None:
             if self._ledger is not None and self._ledger.before_wait is not None:
-                self._ledger.before_wait()
-            self._work.wait()
+                self._ledger.before_wait()  # what runs meanwhile may wait for this call too
+            work.wait()
             self._work = None
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
@@ -92,10 +93,11 @@ def all_gather(tensor: Tensor, group: Group, into: Tensor | None = None) -> Pend
     return Pending(gathered, work, (source,), ledger=group.ledger)
 
 
-def reduce_scatter(tensor: Tensor, group: Group) -> Pending:
+def reduce_scatter(tensor: Tensor, group: Group, in_rank_order: bool = False) -> Pending:
     """Sums the members' tensors and leaves each with its piece of dim 0.
 
-    tensor    [size · n, ...], the same shape on all members
+    tensor          [size · n, ...], the same shape on all members
+    in_rank_order   each element's terms are added in the order of the members' indices, as on gloo they always are
     returns   [n, ...]: rows index · n up to (index + 1) · n of the sum; the input itself when the group has
               one rank
     Raises ValueError when dim 0 does not divide by the size of the group.
@@ -105,7 +107,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending:
     _divides("reduce_scatter", tensor, group)
     source = tensor.contiguous()
     record(group, "reduce_scatter", tensor, ring_bytes("reduce_scatter", source.nbytes, group.size))
-    if dist.get_backend(group.process_group) == "gloo":
+    if in_rank_order or dist.get_backend(group.process_group) == "gloo":
         # gloo's own is an all_reduce of the whole: twice the bytes, and measured two to five times slower.
         pieces = source.new_empty(source.shape)
         work = dist.all_to_all_single(pieces, source, group=group.process_group, async_op=True)

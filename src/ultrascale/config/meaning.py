@@ -17,6 +17,9 @@ MEANING = (
 """Keys, or whole sections. The data count by their content (`Data.fingerprint`), not by their path; everything else may
 change: layout, length, folder, recompute, how often something is saved or shown."""
 
+PLACES = ("optimizer.offload",)
+"""Keys of those sections that say where something lies, and may change too."""
+
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """A clause for each key of meaning that differs between two resolved configs (nested mappings)."""
@@ -35,7 +38,7 @@ def _pick(tree: Mapping[str, Any]) -> dict[str, Any]:
         section, _, key = name.partition(".")
         values = tree.get(section) or {}
         found |= {f"{section}.{k}": _plain(v) for k, v in values.items() if not key or k == key}
-    return found
+    return {key: value for key, value in found.items() if key not in PLACES}
 
 
 def _plain(value: Any) -> Any:

@@ -123,6 +123,16 @@ class Parallel(Section):
     """All five axes, outermost first. Neighbouring ranks differ in the last, which gets the fastest links."""
     zero_stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(_integral)] = 0
     """What replicas share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    dp_shard: Positive | None = None
+    """Replicas over which zero_stage shares out; dp / dp_shard groups of them hold copies (HSDP): a host's worth, for
+    slow links between hosts. null = all of dp."""
+    prefetch: Annotated[int, Field(ge=0), BeforeValidator(_integral)] = 1
+    """zero_stage 3: units whose parameters are gathered ahead of the one that is computed. Each costs its memory."""
+    keep_gathered: bool = False
+    """zero_stage 3: keep a stage's parameters from its first forward to its last backward of a step, for less traffic
+    and the memory of stage 2."""
+    overlap: bool = True
+    """Let reductions and gathers run while something is computed. false only to measure what it is worth."""
     sequence_parallel: bool | Literal["auto"] = "auto"
     """Cut activations over tp outside the matrices too: the same traffic, less memory. auto = tp > 1."""
     expert_axes: Axes = ("ep",)
@@ -150,6 +160,9 @@ class Pipeline(Section):
     activation_limit: Positive | None = None
     """Activations (stage × micro-batch) that each rank may hold at once, for automatic schedules. null = the
     schedule's own number."""
+    costs: Annotated[str, Field(min_length=1)] | None = None
+    """Times that automatic schedules order by, as `ultrascale schedule --cost` takes them, per stage:
+    F=1:1:1.6,BI=…. null = by the FLOPs of each stage's layers and head."""
     layout: LayersPerStage | str | None = None
     """Layers on each stage, as [3, 5] or as "E t*3 | t*5 L" (E embedding, t block, L head); balanced = so that the
     slowest rank is fastest, by the FLOPs of layers and head. null = as even as it goes."""
@@ -201,24 +214,58 @@ class Data(Section):
     """A tokenizer.json, or bytes (256 bytes and an end of document: a vocabulary of 257)."""
 
 
+class ParameterGroup(Section):
+    """What is set otherwise for some of the parameters. A key that is left out is as in optimizer.*."""
+
+    match: Annotated[str, Field(min_length=1)] | None = None
+    """Which parameters, by a pattern over their logical names: "layers.*.attention.*" (* is any text, dots too)."""
+    kind: Literal["matrix", "norm", "embedding", "head"] | None = None
+    """Which parameters, by what they are: a hidden matrix (experts are stacks of them), a norm's or other vector, the
+    embedding (and the head, where they are one), the head."""
+    optimizer: Literal["adamw", "sgd", "muon"] | None = None
+    """Which optimizer."""
+    lr_scale: Annotated[float, Field(ge=0)] | None = None
+    """Factor on the learning rate, beside that of the model's own layout. 0 = these stay as they are."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """As optimizer.weight_decay; a number here holds for norms too."""
+    betas: Betas | None = None
+    """As optimizer.betas."""
+    eps: Annotated[float, Field(gt=0)] | None = None
+    """As optimizer.eps."""
+    momentum: Fraction | None = None
+    """As optimizer.momentum."""
+
+
 class Optimizer(Section):
     """How a gradient becomes a step."""
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """Which optimizer."""
+    """Which optimizer. muon is for hidden matrices; norms, embedding and head take adamw under it."""
     lr: Annotated[float, Field(ge=0)]
     """Highest learning rate, reached after warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """adamw: decoupled decay, times the learning rate; sgd: weight_decay · weight is added to the gradient. Norms
-    have none."""
+    """adamw, muon: decoupled decay, times the learning rate; sgd: weight_decay · weight is added to the gradient.
+    Norms have none."""
     betas: Betas = (0.9, 0.95)
     """AdamW: decay of the two moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW: added to the root of the second moment."""
-    momentum: Fraction = 0.0
-    """SGD: decay of the velocity; 0 = plain SGD."""
+    momentum: Fraction | None = None
+    """sgd, muon: decay of the velocity. null = 0.95 for muon, 0 for sgd, which is plain descent."""
     max_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients with a larger global norm are scaled down to it. null = no clipping."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
+    """Parameters with settings of their own, as [{match: "embed_tokens.*", lr_scale: 0.1}, {kind: norm, …}]: of the
+    groups that match a parameter the first one holds. One that holds for no parameter is an error."""
+    newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"
+    """muon: format in which matrices travel and are orthogonalised; float64 under precision.compute=float64. bfloat16
+    is a few times faster on GPUs, and what the method was published with."""
+    state_dtype: Literal["float32", "bfloat16"] | None = None
+    """Format in which moments are held; updates are computed in that of the masters, and moments rounded to nearest
+    after it. bfloat16 halves their memory. null = that of the masters."""
+    offload: bool = False
+    """Hold moments in host memory, for models that do not fit otherwise: they are copied to the GPU and back one
+    segment ahead of their update. On CPU they are there already."""
 
 
 class Schedule(Section):

@@ -67,7 +67,7 @@ class Mesh:
         """The mesh of a resolved config (`parallel.dp` filled in).
 
         `tp` is kv_shard × kv_replica: `kv_shard` divides the KV heads, and where tp is larger than their
-        number, `kv_replica` ranks hold the same one.
+        number, `kv_replica` ranks hold the same one. `dp` is dp_replicate × dp_shard where parallel.dp_shard says so.
         """
         parallel = config.parallel
         if parallel.dp is None:
@@ -76,10 +76,13 @@ class Mesh:
         shards = min(tp, heads)
         if tp % shards:
             raise ValueError(f"parallel.tp={tp} neither divides nor is a multiple of model.num_key_value_heads={heads}")
+        factors = {"tp": (("kv_shard", shards), ("kv_replica", tp // shards))}
+        if parallel.dp_shard is not None and parallel.dp_shard < parallel.dp:
+            factors["dp"] = (("dp_replicate", parallel.dp // parallel.dp_shard), ("dp_shard", parallel.dp_shard))
         return cls(
             order=parallel.order,
             sizes={axis: getattr(parallel, axis) for axis in AXES},
-            factors={"tp": (("kv_shard", shards), ("kv_replica", tp // shards))},
+            factors=factors,
         )
 
     # Ranks and coordinates

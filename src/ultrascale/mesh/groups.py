@@ -33,10 +33,14 @@ class GroupSpec:
         return f"({', '.join(self.axes)}){at}"
 
 
-def group_plan(mesh: Mesh, copies: Iterable[tuple[int, ...]] = ()) -> tuple[GroupSpec, ...]:
+def group_plan(
+    mesh: Mesh, copies: Iterable[tuple[int, ...]] = (), whole_matrices: bool = False
+) -> tuple[GroupSpec, ...]:
     """All kinds of groups that a run needs, in the order in which they are made.
 
-    copies   sets of pp coordinates that hold copies of one parameter: ties over stages, a schedule's second copies
+    copies           sets of pp coordinates that hold copies of one parameter: ties over stages, a schedule's second
+                     copies
+    whole_matrices   whether the optimizer puts matrices together from all that the ranks at one pp coordinate hold
     Kinds that would hold one rank each are left out.
     """
     wanted = [
@@ -48,6 +52,11 @@ def group_plan(mesh: Mesh, copies: Iterable[tuple[int, ...]] = ()) -> tuple[Grou
     ]
     if "kv_replica" in mesh.leaves:
         wanted.append(GroupSpec(mesh.expand(["kv_replica"])))  # gradients of KV heads that several ranks hold
+    if "dp_replicate" in mesh.leaves:
+        wanted.append(GroupSpec(mesh.expand(["dp_shard", "ep", "cp"])))  # shards of parameters, gradients and state
+        wanted.append(GroupSpec(mesh.expand(["dp_replicate"])))  # copies of a shard
+    if whole_matrices:
+        wanted.append(GroupSpec(mesh.expand(["dp", "ep", "cp", "tp"])))
     wanted += (GroupSpec((), pipeline=coordinates) for coordinates in copies)
     return tuple(dict.fromkeys(spec for spec in wanted if spec_size(mesh, spec) > 1))
 

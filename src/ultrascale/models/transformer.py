@@ -14,9 +14,9 @@ from ultrascale.kernels.attention import causal_attention
 from ultrascale.models.batch import MicroBatch
 from ultrascale.models.rope import inverse_frequencies, rotation
 from ultrascale.parallel.cross_entropy import VocabularyShard, head_loss
-from ultrascale.parallel.layout import Constant, Layout, Normal, Tie, Use
+from ultrascale.parallel.layout import Constant, Kind, Layout, Normal, Tie, Use
 from ultrascale.parallel.module import Build, Module
-from ultrascale.parallel.passes import Pass, unit_input
+from ultrascale.parallel.passes import Pass, run_unit
 from ultrascale.parallel.tensor import (
     ColumnLinear,
     RMSNorm,
@@ -44,6 +44,7 @@ def matrix(name: str, rows: int, columns: int, split: dict[int, tuple[str, ...]]
         decay=True,
         lr_scale=1.0,
         pad_to={},
+        kind=Kind.MATRIX,
     )
 
 
@@ -59,11 +60,12 @@ def norm_weight(name: str, size: int, build: Build) -> Layout:
         decay=False,
         lr_scale=1.0,
         pad_to={},
+        kind=Kind.NORM,
     )
 
 
-def vocabulary_matrix(name: str, model: Model) -> Layout:
-    """Embedding or head: one row per token id, cut over tp."""
+def vocabulary_matrix(name: str, model: Model, kind: Kind) -> Layout:
+    """Embedding or head, or both in one: one row per token id, cut over tp."""
     return Layout(
         name=TIE.names[0] if model.tie_word_embeddings else name,
         shape=(model.vocab_size, model.hidden_size),
@@ -74,6 +76,7 @@ def vocabulary_matrix(name: str, model: Model) -> Layout:
         decay=True,
         lr_scale=1.0,
         pad_to={0: VOCABULARY_MULTIPLE},
+        kind=Kind.EMBEDDING if model.tie_word_embeddings else kind,
     )
 
 
@@ -199,7 +202,7 @@ class Head(Module):
     def __init__(self, build: Build, model: Model, embedding: VocabParallelEmbedding | None) -> None:
         super().__init__(build)
         self.norm = RMSNorm(build, norm_weight("norm.weight", model.hidden_size, build), model.rms_norm_eps)
-        layout = vocabulary_matrix("lm_head.weight", model)
+        layout = vocabulary_matrix("lm_head.weight", model, Kind.HEAD)
         if model.tie_word_embeddings and embedding is not None:
             self.share("weight", embedding, "weight")
         else:
@@ -243,7 +246,9 @@ class Stage(Module):
         super().__init__(build)
         model = config.model
         self.embedding = (
-            VocabParallelEmbedding(build, vocabulary_matrix("embed_tokens.weight", model)) if embedding else None
+            VocabParallelEmbedding(build, vocabulary_matrix("embed_tokens.weight", model, Kind.EMBEDDING))
+            if embedding
+            else None
         )
         self.blocks = nn.ModuleList(Block(build, model, index) for index in layers)
         self.names = [f"layers.{index}" for index in layers]
@@ -269,20 +274,16 @@ class Stage(Module):
         returns  the same for the stage behind; from the last, {term: sum} or, without labels, {"logits": …}
         """
         if self.embedding is not None:
-            x = self.embedding(batch.inputs, current)
+            x = run_unit("embedding", self.embedding, current, batch.inputs)
         else:
             assert hidden is not None
             x = hidden
         if len(self.blocks) and current.rotation is None:
             current.rotation = rotation(batch.positions, self.frequency, wide(x.dtype))
         for name, block in zip(self.names, self.blocks, strict=True):
-            x = unit_input(x, name, current)
-            if self.build.recompute == "full" and current.sink is not None:
-                x = checkpoint(block, x, current, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, current)
+            x = run_unit(name, block, current, x, recompute=self.build.recompute == "full")
         if self.head is None:
             return x
         if not batch.labels:
-            return {"logits": self.head.logits(x, current)}
-        return self.head(unit_input(x, "head", current), batch.labels[0], current)
+            return {"logits": run_unit("head", self.head.logits, current, x)}
+        return run_unit("head", self.head, current, x, batch.labels[0])

@@ -1,4 +1,4 @@
-"""Optimizers over the flat masters of the buckets, and clipping by the one global norm.
+"""The optimizer: algorithms over flat memory, segment by segment, and clipping by the one global norm.
 
 State is flat like the masters; its elements are named through the buckets' spans, so that a checkpoint stores moments
 per logical parameter. Building an optimizer changes no parameter and makes no step.
@@ -6,44 +6,27 @@ per logical parameter. Building an optimizer changes no parameter and makes no s
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 
 from ultrascale.config.schema import Config
-from ultrascale.parallel.buckets import Bucket, Span, runs
-from ultrascale.parallel.gradients import Gradients
+from ultrascale.optim.adamw import AdamW
+from ultrascale.optim.algorithm import Algorithm
+from ultrascale.optim.groups import check_groups, rule_of, uses
+from ultrascale.optim.muon import Muon
+from ultrascale.optim.offload import Offloaded, Resident
+from ultrascale.optim.segments import Segment, State, segments
+from ultrascale.optim.sgd import SGD
+from ultrascale.parallel.buckets import Bucket, Span
+from ultrascale.parallel.layout import Layout
+from ultrascale.parallel.weights import Weights
+from ultrascale.precision.policy import DTYPES
 
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Neighbouring elements [start, stop) of a bucket with one decay and learning-rate class."""
-
-    bucket: Bucket
-    start: int
-    stop: int
-    decay: bool
-    lr_scale: float
-
-
-def segments(buckets: list[Bucket]) -> Iterator[Segment]:
-    """The classes of every bucket, in order."""
-    for bucket in buckets:
-        for decay, lr_scale in dict.fromkeys(_class(span) for span in bucket.spans):
-            same = partial(_is_of, (decay, lr_scale))
-            for start, stop in runs(bucket.spans, same):
-                yield Segment(bucket, start, stop, decay, lr_scale)
-
-
-def _class(span: Span) -> tuple[bool, float]:
-    return span.layout.decay, span.layout.lr_scale
-
-
-def _is_of(wanted: tuple[bool, float], span: Span) -> bool:
-    return _class(span) == wanted
+ORDER = ("muon", "adamw", "sgd")
+"""Of algorithms in a step: what Muon sends travels while the others update."""
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
@@ -51,104 +34,79 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-class Optimizer(ABC):
-    """Base: which state an optimizer has, and one update over one segment."""
+class Optimizer:
+    """Every element of this rank's shards, updated by the algorithm of its segment's rule.
 
-    state_names: tuple[str, ...] = ()
+    algorithms   by name, in the order of a step
+    segments     of all buckets, in the order of algorithms
+    memory       where state is held
+    """
 
-    def __init__(self, gradients: Gradients, weight_decay: float) -> None:
-        self.gradients = gradients
-        self.weight_decay = weight_decay
-        self.segments = list(segments(gradients.buckets))
-        self.state = [
-            {name: torch.zeros_like(bucket.masters) for name in self.state_names} for bucket in gradients.buckets
-        ]
-        self._state_of = {id(b): s for b, s in zip(gradients.buckets, self.state, strict=True)}
+    def __init__(
+        self, weights: Weights, algorithms: Mapping[str, Algorithm], segments: Sequence[Segment], memory: Resident
+    ) -> None:
+        self.weights, self.store = weights, weights.store
+        self.algorithms, self.segments, self.memory = algorithms, segments, memory
+        for segment in segments:
+            memory.hold(segment, algorithms[segment.rule.optimizer].state_names(segment))
 
     @torch.no_grad()
     def step(self, step: int, lr: float, coefficient: float) -> None:
         """Optimizer step number `step` (from 1) with gradients scaled by `coefficient` (clipping)."""
+        visits = self.memory.visit(self.segments)
+        for name, algorithm in self.algorithms.items():
+            count = sum(segment.rule.optimizer == name for segment in self.segments)
+            for segment, state in islice(visits, count):
+                algorithm.update(segment, state, step, lr, coefficient)
+            algorithm.exchange()
+        assert next(visits, None) is None  # only now is the last segment's state back in its place
+        for algorithm in self.algorithms.values():
+            algorithm.finish(lr)
+        self.weights.publish()
+
+    @property
+    def state(self) -> list[State]:
+        """Of every segment, as it is held."""
+        self.memory.settle()
+        return [segment.state for segment in self.segments]
+
+    def state_pieces(self, bucket: Bucket, span: Span) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """(name, global offset, values) of what is held of a span's state, as `Store.pieces` has its masters; views."""
+        self.memory.settle()
         for segment in self.segments:
-            part = slice(segment.start, segment.stop)
-            bucket = segment.bucket
-            gradient = bucket.gradients[part].to(bucket.masters.dtype)
-            if coefficient != 1.0:
-                gradient = gradient * coefficient
-            state = {name: tensor[part] for name, tensor in self._state_of[id(bucket)].items()}
-            decay = self.weight_decay if segment.decay else 0.0
-            self.update(bucket.masters[part], gradient, state, step, lr * segment.lr_scale, decay)
-        self.gradients.publish()
-
-    @abstractmethod
-    def update(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
-    ) -> None:
-        """Updates `master` and `state` in place; `gradient` must be left alone."""
+            if segment.bucket is bucket and segment.holds(span):
+                for name, flat in segment.state.items():
+                    for offset, values in self.store.pieces(bucket, span, flat, segment.start):
+                        yield name, offset, values
 
 
-class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, alg. 2, decay scaled by the learning rate)."""
+def make_optimizer(config: Config, weights: Weights, layouts: Sequence[Layout] = ()) -> Optimizer:
+    """What `optimizer.*` says.
 
-    state_names = ("exp_avg", "exp_avg_sq")
+    layouts   of the whole model, needed where there are groups: each must hold for one of them
 
-    def __init__(self, gradients: Gradients, weight_decay: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(gradients, weight_decay)
-        self.betas, self.eps = betas, eps
+    Raises ConfigError when a group holds for no parameter, or Muon is to update what is no matrix.
+    """
+    settings, store = config.optimizer, weights.store
+    spans = [(bucket, span) for bucket in store.buckets for span in bucket.spans]
+    check_groups(settings, layouts or [span.layout for _, span in spans])
+    rule = partial(rule_of, settings=settings)
+    made = sorted(segments(store.buckets, rule), key=lambda segment: ORDER.index(segment.rule.optimizer))
+    device = store.buckets[0].masters.device if store.buckets else torch.device("cpu")
+    master = store.policy.master
 
-    def update(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
-    ) -> None:
-        beta1, beta2 = self.betas
-        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-        exp_avg.mul_(beta1).add_(gradient, alpha=1.0 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-        denominator = exp_avg_sq.sqrt().div_((1.0 - beta2**step) ** 0.5).add_(self.eps)
-        if weight_decay:
-            master.mul_(1.0 - lr * weight_decay)
-        master.addcdiv_(exp_avg, denominator, value=-lr / (1.0 - beta1**step))
-
-
-class SGD(Optimizer):
-    """Gradient descent, with momentum when asked (v ← μ·v + g; w ← w − lr·v) and decay coupled to the gradient."""
-
-    def __init__(self, gradients: Gradients, weight_decay: float, momentum: float) -> None:
-        self.momentum = momentum
-        self.state_names = ("momentum",) if momentum else ()
-        super().__init__(gradients, weight_decay)
-
-    def update(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
-    ) -> None:
-        if weight_decay:
-            gradient = gradient.add(master, alpha=weight_decay)
-        if self.momentum:
-            gradient = state["momentum"].mul_(self.momentum).add_(gradient)
-        master.sub_(gradient, alpha=lr)
-
-
-def make_optimizer(config: Config, gradients: Gradients) -> Optimizer:
-    """The optimizer that `optimizer.name` names."""
-    settings = config.optimizer
-    if settings.name == "adamw":
-        return AdamW(gradients, settings.weight_decay, settings.betas, settings.eps)
-    if settings.name == "sgd":
-        return SGD(gradients, settings.weight_decay, settings.momentum)
-    raise ValueError(f"optimizer.name={settings.name} is not in this version; use adamw or sgd")
+    algorithms: dict[str, Algorithm] = {}
+    if uses(settings, "muon"):
+        algorithms["muon"] = Muon(
+            store.mesh,
+            [(bucket, span) for bucket, span in spans if rule(span.layout).optimizer == "muon"],
+            [segment for segment in made if segment.rule.optimizer == "muon"],
+            store.group_of(("dp", "ep", "cp", "tp")),
+            master if master == torch.float64 else DTYPES[settings.newton_schulz_dtype],
+            device,
+        )
+    algorithms |= {"adamw": AdamW(), "sgd": SGD()}
+    dtype = DTYPES[settings.state_dtype] if settings.state_dtype else master
+    # On a CPU the host's memory is where state lies anyway.
+    memory = Offloaded if settings.offload and device.type != "cpu" else Resident
+    return Optimizer(weights, algorithms, made, memory(dtype, device))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
 from ultrascale.mesh.axes import Mesh
 from ultrascale.parallel.layout import BATCH_AXES, Layout, Stored
 from ultrascale.parallel.module import Entry
-from ultrascale.parallel.reduction import Reduction
+from ultrascale.parallel.shards import Dims, Sharding, boxes_of_range
 from ultrascale.precision.policy import Policy
 
 ALIGNMENT = 64
@@ -27,27 +28,72 @@ class Span:
     local_shape: tuple[int, ...]
 
 
+Use = tuple[int, str]
+"""(stage, unit)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A box of a logical tensor that some rank holds, and where in that rank's shard of a bucket it lies."""
+
+    offset: Dims
+    """In the logical tensor."""
+    shape: Dims
+    """Without padding."""
+    start: int
+    """Of the shard's element that holds the box's first."""
+    memory: Dims
+    """Shape in memory, row-major from `start`; `shape` is its first corner."""
+
+
 @dataclass(eq=False)
 class Bucket:
-    """Stored tensors that are reduced together: the same batch axes, the same tie, neighbours in order of use."""
+    """Stored tensors that are reduced, and gathered, together: the same batch axes, the same tie, whole units.
+
+    Of its `numel` elements this rank's shard is [lo, hi), the whole where nothing is shared out (ZeRO stage 0).
+    """
 
     stage: int
     axes: tuple[str, ...]
-    """Leaf axes of its reduction."""
+    """Leaf axes of its reduction: shard_axes, and those over which shards have copies."""
+    shard_axes: tuple[str, ...]
     tie: str | None
     entries: list[Entry]
-    uses: tuple[tuple[int, str], ...]
-    """(stage, unit) whose backward adds to it."""
+    uses: tuple[Use, ...]
+    """Whose forward reads it and whose backward adds to it."""
     spans: list[Span] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     """Where each entry's tensor begins."""
     numel: int = 0
-    parameters: torch.Tensor = field(init=False)
+    lo: int = 0
+    hi: int = 0
+    weights: torch.Tensor | None = None
+    """[numel] in the compute dtype, what modules read; None while it is not gathered."""
+    piece: torch.Tensor = field(init=False)
+    """[hi − lo] in the compute dtype: this rank's part of the weights."""
     masters: torch.Tensor = field(init=False)
+    """[hi − lo] in the master dtype; `piece` itself when the dtypes are the same."""
+    accumulator: torch.Tensor | None = None
+    """[numel] gradients of this rank's own micro-batches; None where they are passed on as they come (stages 2, 3)."""
     gradients: torch.Tensor = field(init=False)
-    reduction: Reduction | None = None
-    missing: set[tuple[int, str]] = field(default_factory=set)
-    """Uses whose last backward of this step is still ahead."""
+    """[hi − lo] in the accumulate dtype: what the optimizer reads, once all reductions have ended."""
+
+    def shard(self, span: Span) -> tuple[int, int]:
+        """(start, stop) within this rank's shard of the span's elements that are in it; empty when none are."""
+        start, stop = max(span.start, self.lo), min(span.stop, self.hi)
+        return start - self.lo, max(start, stop) - self.lo
+
+    def held(self, span: Span, mesh: Mesh, rank: int) -> Iterator[Held]:
+        """The boxes of a span that `rank`, any of those with this bucket, has in its shard, in order."""
+        origin, valid = span.layout.box(mesh, rank)
+        lo = (self.hi - self.lo) * mesh.index(rank, self.shard_axes)
+        start, stop = max(span.start, lo), min(span.stop, lo + self.hi - self.lo)
+        position = start - lo
+        for corner, memory in boxes_of_range(span.local_shape, start - span.start, stop - span.start):
+            shape = tuple(max(0, min(n, v - c)) for c, n, v in zip(corner, memory, valid, strict=True))
+            if prod(shape):
+                yield Held(tuple(a + b for a, b in zip(origin, corner, strict=True)), shape, position, memory)
+            position += prod(memory)
 
 
 def runs(spans: Iterable[Span], chosen: Callable[[Span], bool]) -> list[tuple[int, int]]:
@@ -76,8 +122,15 @@ def _bucket_key(stored: Stored, mesh: Mesh) -> tuple[tuple[str, ...], str | None
     return keys.pop(), tie.group if tie else None
 
 
-def make_buckets(stage: int, entries: list[Entry], mesh: Mesh, policy: Policy, bucket_bytes: int) -> list[Bucket]:
-    """Buckets in reverse order of use, so that the first is full when most of backward is still ahead."""
+def make_buckets(
+    stage: int, entries: list[Entry], mesh: Mesh, rank: int, policy: Policy, sharding: Sharding, bucket_bytes: int
+) -> list[Bucket]:
+    """Buckets in reverse order of use, so that the first is full when most of backward is still ahead.
+
+    From ZeRO stage 2 on a bucket is one unit: what is passed on, or gathered, at a time.
+    """
+    if sharding.stage >= 2:
+        bucket_bytes = 0
     groups: dict[tuple[tuple[str, ...], str | None], list[list[Entry]]] = {}
     sizes: dict[tuple[tuple[str, ...], str | None], int] = {}
     for entry in reversed(entries):
@@ -85,7 +138,7 @@ def make_buckets(stage: int, entries: list[Entry], mesh: Mesh, policy: Policy, b
         size = entry.parameter.numel() * policy.accumulate.itemsize
         buckets = groups.setdefault(key, [])
         # A unit stays whole: its tensors become ready together, and later stages of ZeRO gather it as one.
-        same_unit = bool(buckets) and buckets[-1][-1].unit == entry.unit
+        same_unit = bool(buckets) and buckets[-1][-1].units[0] == entry.units[0]
         if not buckets or (sizes[key] + size > bucket_bytes and not same_unit):
             buckets.append([])
             sizes[key] = 0
@@ -94,9 +147,10 @@ def make_buckets(stage: int, entries: list[Entry], mesh: Mesh, policy: Policy, b
     made = []
     for (axes, tie), buckets in groups.items():
         for members in buckets:
-            uses = tuple(dict.fromkeys((stage, entry.unit) for entry in members))
-            bucket = Bucket(stage, axes, tie, members, uses)
+            uses = tuple(dict.fromkeys((stage, unit) for entry in members for unit in entry.units))
+            bucket = Bucket(stage, axes, sharding.of(axes), tie, members, uses)
             _lay_out(bucket, mesh)
+            _cut(bucket, mesh, rank)
             made.append(bucket)
     return made
 
@@ -114,3 +168,12 @@ def _lay_out(bucket: Bucket, mesh: Mesh) -> None:
             bucket.spans.append(Span(member.layout, start, stop, member.layout.local_shape(mesh)))
         offset += -(-entry.parameter.numel() // ALIGNMENT) * ALIGNMENT
     bucket.numel = offset
+
+
+def _cut(bucket: Bucket, mesh: Mesh, rank: int) -> None:
+    """Equal shards, in the order of the shard group; the end of the last ones may be empty space."""
+    shards = mesh.size(bucket.shard_axes)
+    size = -(-bucket.numel // (shards * ALIGNMENT)) * ALIGNMENT
+    bucket.numel = shards * size
+    bucket.lo = size * mesh.index(rank, bucket.shard_axes)
+    bucket.hi = bucket.lo + size

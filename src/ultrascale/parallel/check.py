@@ -9,26 +9,45 @@ from __future__ import annotations
 from math import lcm
 
 from ultrascale.config.problem import Problem, choices
-from ultrascale.config.schema import Config, Model
+from ultrascale.config.schema import Config, Model, Parallel
 
 
 def check(config: Config) -> list[Problem]:
     """Problems of the keys `parallel.*` and `context.*`. Takes a resolved config."""
-    return [*_not_in_this_version(config), *(_heads_and_features(config) or _sequence(config))]
+    return [*_not_in_this_version(config), *_sharding(config), *(_heads_and_features(config) or _sequence(config))]
 
 
 def _not_in_this_version(config: Config) -> list[Problem]:
     parallel = config.parallel
     problems = []
-    if parallel.zero_stage > 0:
-        message = f"parallel.zero_stage={parallel.zero_stage}: stages above 0 are not in this version; use 0"
-        problems.append(Problem("parallel.zero_stage", message))
     if parallel.cp > 1:
         message = f"parallel.cp={parallel.cp}: context parallelism is not in this version; use 1, and parallel.tp"
         problems.append(Problem("parallel.cp", message))
     if parallel.ep > 1:
         message = f"parallel.ep={parallel.ep}: expert parallelism is not in this version; use 1, and parallel.dp"
         problems.append(Problem("parallel.ep", message))
+    return problems
+
+
+def _sharding(config: Config) -> list[Problem]:
+    """dp is shard × replicate, and what only a higher ZeRO stage looks at is idle."""
+    parallel = config.parallel
+    dp, shard, stage = parallel.dp, parallel.dp_shard, parallel.zero_stage
+    assert dp is not None
+    problems = []
+    if shard is not None and dp % shard:
+        fitting = choices([n for n in range(1, dp + 1) if dp % n == 0])
+        message = f"parallel.dp_shard={shard} does not divide parallel.dp={dp}; use {fitting}"
+        problems.append(Problem("parallel.dp_shard", message))
+    idle = {
+        "parallel.dp_shard": stage == 0 and shard is not None,
+        "parallel.prefetch": stage < 3 and parallel.prefetch != Parallel().prefetch,
+        "parallel.keep_gathered": stage < 3 and parallel.keep_gathered,
+    }
+    for key in (key for key, without_effect in idle.items() if without_effect):
+        needed = 1 if key == "parallel.dp_shard" else 3
+        message = f"{key} has no effect under parallel.zero_stage={stage}; leave it out, or use {needed}"
+        problems.append(Problem(key, message, kind="idle"))
     return problems
 
 

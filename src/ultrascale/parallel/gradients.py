@@ -1,11 +1,12 @@
 """The one place where gradients go, and the one engine that sums them over the mesh.
 
-A stage's stored tensors lie in flat buckets: parameters, gradients and (when the compute dtype is narrower) masters,
-each one contiguous buffer whose views the modules use. Layers hand every weight gradient to `accumulate*`; nothing
-hangs on autograd's hooks. A bucket's reduction is issued as soon as the last backward of its units has run, as the
-action list says, while the rest of backward goes on. Everything is a plain SUM:
+Layers hand every weight gradient to `accumulate*`; nothing hangs on autograd's hooks. A bucket's reduction is issued as
+soon as the last backward of its units has run, as the action list says, while the rest of backward goes on. Everything
+is a plain SUM:
 
-1. over the axes that divide the batch, bucket by bucket;
+1. over the axes that divide the batch, bucket by bucket: an all-reduce, or where the bucket is cut into shards a
+   reduce-scatter over the shards and an all-reduce over their copies. Once per step; from ZeRO stage 2 on the
+   reduce-scatter comes after every micro-batch, and adds to the shard;
 2. over the tensor axes of those members whose uses are divided there too (norms under sequence parallelism, replicated
    KV heads), as one small message of just those members;
 3. over the pp coordinates that hold copies: of a tied parameter, or of a whole stage (two-way schedules).
@@ -16,145 +17,77 @@ until the BW action runs it; a unit is done when the queue comes to the end of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
 import torch
-from torch import nn
 
 from ultrascale.comm import collectives
 from ultrascale.comm.collectives import Pending
 from ultrascale.comm.group import Group
-from ultrascale.mesh.axes import Mesh
-from ultrascale.parallel.buckets import Bucket, Span, make_buckets, runs
-from ultrascale.parallel.init import initialise
-from ultrascale.parallel.layout import Tie
-from ultrascale.parallel.module import Entry, Module, stored_tensors
+from ultrascale.parallel.buckets import Bucket, Use, runs
 from ultrascale.parallel.passes import WeightGradient
 from ultrascale.parallel.reduction import Reduction
-from ultrascale.precision.policy import Policy
+from ultrascale.parallel.store import Store
 
 NORM_PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Elements whose norm is taken at a time, by device type: converted in a core's cache, or in few launches."""
 
+WHOLE_STEP = (-1, -1)
+
+_Round = tuple[Bucket, int, int]
+"""What is reduced at once: a bucket's gradients of a (stage, micro-batch), or those of the WHOLE_STEP (stages 0, 1)."""
+
+UNDER_WAY = 1
+"""Reduce-scatters of a micro-batch that may be under way while the next unit's gradients are made (stages 2, 3)."""
+
 
 class Gradients:
-    """Buckets of all stages on this rank: memory of parameters and gradients, accumulation, reduction.
+    """Accumulation and reduction of the gradients of a store's buckets.
 
-    stages       stage → its units in order of use, (name, module)
-    group_of     communication group of some leaf axes, seen from this rank (size 1 when they have size 1)
-    copies_of    the group over pp that holds copies of a stage's parameters, or of a tie's (size 1: no other copy)
+    deterministic   sum in the order of ranks, whatever the transport would do
+    overlap         False: wait for every reduction where it is issued
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, list[tuple[str, nn.Module]]],
-        mesh: Mesh,
-        rank: int,
-        policy: Policy,
-        group_of: Callable[[tuple[str, ...]], Group],
-        copies_of: Callable[[int | str], Group],
-        bucket_bytes: int,
-        deterministic: bool,
-    ) -> None:
-        self.mesh, self.rank, self.policy = mesh, rank, policy
-        self.group_of, self._copies_of = group_of, copies_of
-        self.deterministic = deterministic
-        self._roots = [module for units in stages.values() for _, module in units]
-        self.buckets: list[Bucket] = []
-        self._aliases: dict[int, nn.Parameter] = {}
-        """A tied parameter's further tensors on this rank (by id) → the one that is stored."""
-        self._make_buckets(stages, bucket_bytes)
-        self._view: dict[int, tuple[torch.Tensor, Bucket]] = {}
+    def __init__(self, store: Store, deterministic: bool, overlap: bool = True) -> None:
+        self.store, self.buckets = store, store.buckets
+        self.deterministic, self.overlap = deterministic, overlap
+        self.passes_on = store.sharding.stage >= 2
+        """Whether gradients leave this rank after every micro-batch, and not once per step."""
         self._touched: set[int] = set()
         self._last: dict[int, int] = {}
         self._issued: list[Reduction] = []
-        """Of this step, in the order in which all replicas issue them."""
+        """In the order in which all replicas issue them."""
+        self._missing: dict[_Round, set[Use]] = {}
+        """Whose gradients are still to come; empty once the reduction has been issued."""
         self._deferred: dict[tuple[int, int], list[WeightGradient]] = {}
         """(stage, micro-batch) whose backward is split → what its BW has to do."""
-
-    def _make_buckets(self, stages: Mapping[int, list[tuple[str, nn.Module]]], bucket_bytes: int) -> None:
-        """Buckets of all stages; stages of one rank that use a tied parameter share one tensor of it."""
-        ties: dict[str, Entry] = {}
-        further: dict[str, list[tuple[int, str]]] = {}
-        for stage, units in stages.items():
-            entries = []
-            for entry in stored_tensors(units):
-                tie = entry.stored.members[0].tie
-                if tie and tie.group in ties:
-                    self._aliases[id(entry.parameter)] = ties[tie.group].parameter
-                    further.setdefault(tie.group, []).append((stage, entry.unit))
-                    continue
-                if tie:
-                    ties[tie.group] = entry
-                entries.append(entry)
-            self.buckets += make_buckets(stage, entries, self.mesh, self.policy, bucket_bytes)
-        for bucket in self.buckets:
-            bucket.uses += tuple(further.get(bucket.tie or "", ()))
-
-    # ---- memory ---------------------------------------------------------------------------------------------------
-
-    def materialise(self, device: torch.device, seed: int) -> None:
-        """Gives every parameter memory on `device`, as a view of its bucket, and its initial values."""
-        policy = self.policy
-        made: dict[int, nn.Parameter] = {}
-        for bucket in self.buckets:
-            bucket.parameters = torch.zeros(bucket.numel, dtype=policy.compute, device=device)
-            bucket.gradients = torch.zeros(bucket.numel, dtype=policy.accumulate, device=device)
-            same = policy.master == policy.compute
-            bucket.masters = (
-                bucket.parameters if same else torch.zeros(bucket.numel, dtype=policy.master, device=device)
-            )
-            for span in bucket.spans:
-                offset, _ = span.layout.box(self.mesh, self.rank)
-                initialise(self.valid(bucket.masters, span), span.layout, offset, seed)
-            if not same:
-                bucket.parameters.copy_(bucket.masters)
-            for entry, start in zip(bucket.entries, bucket.starts, strict=True):
-                shape, stop = entry.parameter.shape, start + entry.parameter.numel()
-                parameter = nn.Parameter(bucket.parameters[start:stop].view(shape))
-                made[id(entry.parameter)] = parameter
-                self._view[id(parameter)] = (bucket.gradients[start:stop].view(shape), bucket)
-        made |= {alias: made[id(owner)] for alias, owner in self._aliases.items()}
-        self._rebind(made)
-
-    def _rebind(self, made: Mapping[int, nn.Parameter]) -> None:
-        """Puts the real parameters where the meta ones were, in every module that uses them (ties: in several)."""
-        for root in self._roots:
-            for module in root.modules():
-                if isinstance(module, Module):
-                    module.replace({name: made[id(p)] for name, p in module.named_parameters(recurse=False)})
-        for bucket in self.buckets:
-            bucket.entries = [replace(entry, parameter=made[id(entry.parameter)]) for entry in bucket.entries]
-
-    def valid(self, flat: torch.Tensor, span: Span) -> torch.Tensor:
-        """The span's elements in a bucket-sized buffer as this rank's box of the logical tensor: no padding, a view."""
-        _, shape = span.layout.box(self.mesh, self.rank)
-        view = flat[span.start : span.stop].view(span.local_shape)
-        for dim, size in enumerate(shape):
-            view = view.narrow(dim, 0, size)
-        return view
 
     # ---- accumulation (the sink of parallel/passes.py) ------------------------------------------------------------
 
     def begin_step(self, last_backward: Mapping[int, int]) -> None:
         """Zeroes the gradients; `last_backward` says for each stage the micro-batch whose backward comes last."""
+        assert not self._issued, "a reduction of the last step was never awaited"
         self._last = dict(last_backward)
+        self._missing = {}
         for bucket in self.buckets:
             bucket.gradients.zero_()
-            bucket.missing = set(bucket.uses)
-            assert bucket.reduction is None, "a reduction of the last step was never awaited"
+            if bucket.accumulator is not None:
+                bucket.accumulator.zero_()
 
     def _target(self, parameter: torch.Tensor) -> torch.Tensor:
         try:
-            view, bucket = self._view[id(parameter)]
+            bucket, start, shape = self.store.place[id(parameter)]
         except KeyError:
             raise KeyError("a gradient came for a tensor that no bucket holds") from None
-        assert bucket.reduction is None, f"a gradient of {bucket.uses} came after its reduction was issued"
+        closed = self._missing.get((bucket, *WHOLE_STEP)) == set()
+        assert not closed, f"a gradient of {bucket.uses} came after its reduction was issued"
         self._touched.add(id(parameter))
-        return view
+        if bucket.accumulator is None:
+            bucket.accumulator = bucket.gradients.new_zeros(bucket.numel)
+        return bucket.accumulator[start : start + prod(shape)].view(shape)
 
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor, stage: int, micro_batch: int) -> None:
         self._target(parameter).add_(gradient)
@@ -212,70 +145,106 @@ class Gradients:
     # ---- reduction ------------------------------------------------------------------------------------------------
 
     def unit_done(self, unit: str, stage: int, micro_batch: int) -> None:
-        """A unit's backward of one micro-batch has ended; after the last one of the step its bucket may go."""
+        """A unit's backward of one micro-batch has ended; its bucket's reduction may be due."""
         self.defer(_UnitDone(self, unit, stage, micro_batch), stage, micro_batch)
 
     def complete(self, unit: str, stage: int, micro_batch: int) -> None:
         """A unit's weight gradients of one micro-batch are there."""
-        if self._last.get(stage) == micro_batch:
-            self._settle({(stage, unit)})
+        self._settle(stage, micro_batch, [unit])
 
-    def reduce(self, stage: int) -> None:
-        """The REDUCE action: issues what is left of the stage (its first unit has no input gradient to end it)."""
-        self._settle({use for bucket in self.buckets for use in bucket.missing if use[0] == stage})
+    def reduce(self, stage: int, micro_batch: int) -> None:
+        """The REDUCE action: issues what is left of the stage (its first unit has no input gradient to end it).
 
-    def _settle(self, uses: set[tuple[int, str]]) -> None:
-        """These uses have given all their gradients; buckets that wait for no other are issued."""
+        micro_batch   whose gradients are meant; where they are reduced once per step, that of the last backward
+        """
+        self._settle(stage, micro_batch, self.store.units[stage])
+
+    def _settle(self, stage: int, micro_batch: int, units: list[str]) -> None:
+        """These units have given all their gradients of a micro-batch; buckets that wait for no other are issued."""
+        if not self.passes_on and self._last.get(stage) != micro_batch:
+            return
+        done = {(stage, unit) for unit in units}
         for bucket in self.buckets:
-            if bucket.missing & uses:
-                bucket.missing -= uses
-                if not bucket.missing:
+            key: _Round = (bucket, stage, micro_batch) if self.passes_on else (bucket, *WHOLE_STEP)
+            missing = self._missing.get(key)
+            if missing is None:
+                missing = {use for use in bucket.uses if not self.passes_on or use[0] == stage}
+            if missing & done:
+                self._missing[key] = missing - done
+                if missing <= done:
                     self._issue(bucket)
 
     def _issue(self, bucket: Bucket) -> None:
         """Issues a bucket's reduction, and the second half of those that have had time to arrive: pieces are freed."""
+        if bucket.accumulator is None:
+            # No gradient here, as for an expert without tokens; but replicas have some, and wait.
+            bucket.accumulator = bucket.gradients.new_zeros(bucket.numel)
         for earlier in self._issued[:-1]:
             earlier.advance()
-        bucket.reduction = self._sum(bucket.gradients, self.group_of(bucket.axes))
-        self._issued.append(bucket.reduction)
+        while self.passes_on and len(self._issued) >= UNDER_WAY:
+            self._issued.pop(0).finish()
+        self._issued.append(self._sum_over_batch(bucket))
+        if self.passes_on:
+            bucket.accumulator = None
+        if not self.overlap:
+            self._issued.pop().finish()
 
-    def _sum(self, flat: torch.Tensor, group: Group) -> Reduction:
+    def _sum_over_batch(self, bucket: Bucket) -> Reduction:
+        """What is due when a bucket's gradients are there, issued."""
+        flat, target = bucket.accumulator, bucket.gradients
+        assert flat is not None
+        if not bucket.shard_axes:
+            return self._sum(flat, self.store.group_of(bucket.axes), target)
+        group = self.store.group_of(bucket.shard_axes)
+        with group.ledger.during("reduce"):
+            message = flat if group.size == 1 else flat.to(self.store.policy.reduce)
+            pending = collectives.reduce_scatter(message, group, in_rank_order=self.deterministic)
+        return Reduction(group, pending, target, adds=self.passes_on)
+
+    def _sum(self, flat: torch.Tensor, group: Group, target: torch.Tensor | None = None) -> Reduction:
         """SUM of a flat buffer over the group, issued. Where nothing travels, nothing is rounded."""
+        target = flat if target is None else target
         if group.size == 1:
-            return Reduction(group, Pending(flat), flat, flat)
-        message = flat.to(self.policy.reduce)
+            return Reduction(group, Pending(flat), target)
+        message = flat.to(self.store.policy.reduce)
         operation = collectives.deterministic_all_reduce if self.deterministic else collectives.all_reduce
         with group.ledger.during("reduce"):
             pending = operation(message, group)
-        return Reduction(group, pending, message, flat)
+        return Reduction(group, pending, target)
 
     def finish(self) -> None:
-        """Waits for all buckets, then sums over tensor axes and ties. Afterwards gradients are whole."""
-        assert len(self._issued) == len(self.buckets), "a stage was never reduced: the plan has no REDUCE for it"
+        """Waits for all buckets, then sums over copies of shards, tensor axes and ties. Then gradients are whole."""
+        reduced = {bucket for (bucket, *_), missing in self._missing.items() if not missing}
+        assert len(reduced) == len(self.buckets), "a stage was never reduced: the plan has no REDUCE for it"
         for reduction in self._issued:
             reduction.advance()
         for reduction in self._issued:
             reduction.finish()
         self._issued = []
-        for bucket in self.buckets:
-            bucket.reduction = None
+        copies = [
+            self._sum(bucket.gradients, self.store.group_of(self.store.replicas_of(bucket)))
+            for bucket in self.buckets
+            if bucket.shard_axes
+        ]
+        for reduction in copies:
+            reduction.advance()
+        for reduction in copies:
+            reduction.finish()
         for axes, parts in self._tensor_sums().items():
-            self._sum_parts(parts, self.group_of(axes))
+            self._sum_parts(parts, self.store.group_of(axes))
         for bucket in self.buckets:
-            self._sum(bucket.gradients, self.copies_of(bucket)).finish()
-
-    def copies_of(self, bucket: Bucket) -> Group:
-        """The ranks over pp that hold copies of a bucket: of its tie, or of its stage."""
-        return self._copies_of(bucket.tie or bucket.stage)
+            self._sum(bucket.gradients, self.store.copies_of(bucket)).finish()
 
     def _tensor_sums(self) -> dict[tuple[str, ...], list[torch.Tensor]]:
-        """Axes beyond the batch's → the members whose gradients arrive in parts over them too."""
+        """Axes beyond the batch's → this rank's part of the members whose gradients arrive in parts over them too."""
+        mesh = self.store.mesh
         sums: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for bucket in self.buckets:
             for span in bucket.spans:
-                axes = tuple(a for a in span.layout.gradient_axes(self.mesh) if a not in bucket.axes)
-                if self.mesh.size(axes) > 1:
-                    sums.setdefault(axes, []).append(bucket.gradients[span.start : span.stop])
+                axes = tuple(a for a in span.layout.gradient_axes(mesh) if a not in bucket.axes)
+                start, stop = bucket.shard(span)
+                if mesh.size(axes) > 1 and start < stop:
+                    sums.setdefault(axes, []).append(bucket.gradients[start:stop])
         return sums
 
     def _sum_parts(self, parts: list[torch.Tensor], group: Group) -> None:
@@ -289,23 +258,15 @@ class Gradients:
 
         Of a padded vocabulary a rank may hold nothing but padding; that part expects none.
         """
+        mesh, rank = self.store.mesh, self.store.rank
         return [
             layout.name
             for bucket in self.buckets
             for entry in bucket.entries
             if id(entry.parameter) not in self._touched
             for layout in entry.stored.members
-            if prod(layout.box(self.mesh, self.rank)[1])
+            if prod(layout.box(mesh, rank)[1])
         ]
-
-    def counts(self, bucket: Bucket, span: Span) -> bool:
-        """Whether this rank is the one that counts the span in the norm and saves it: one of all its copies."""
-        return span.layout.is_owner(self.mesh, self.rank) and self.copies_of(bucket).index == 0
-
-    def ties(self) -> list[Tie]:
-        """Ties of the parameters on this rank."""
-        spans = (span for bucket in self.buckets for span in bucket.spans)
-        return list(dict.fromkeys(span.layout.tie for span in spans if span.layout.tie))
 
     @torch.no_grad()
     def square_sum(self) -> torch.Tensor:
@@ -313,18 +274,13 @@ class Gradients:
         device = self.buckets[0].gradients.device if self.buckets else torch.device("cpu")
         total = torch.zeros((), dtype=torch.float64, device=device)
         for bucket in self.buckets:
-            for start, stop in runs(bucket.spans, partial(self.counts, bucket)):
+            for start, stop in runs(bucket.spans, partial(self.store.counts, bucket)):
+                start, stop = max(start, bucket.lo) - bucket.lo, min(stop, bucket.hi) - bucket.lo
                 # In float64, so that the norm does not depend on how elements are grouped; piece by piece, since each
                 # piece is converted whole.
-                for piece in bucket.gradients[start:stop].split(NORM_PIECE[device.type]):
+                for piece in bucket.gradients[start : max(start, stop)].split(NORM_PIECE[device.type]):
                     total += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
         return total
-
-    def publish(self) -> None:
-        """After an optimizer step: rebuilds the compute copies from the masters."""
-        for bucket in self.buckets:
-            if bucket.masters is not bucket.parameters:
-                bucket.parameters.copy_(bucket.masters)
 
 
 @dataclass(frozen=True, slots=True)

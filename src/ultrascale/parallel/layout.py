@@ -26,6 +26,15 @@ class Use(Enum):
     FEATURES = "features"  # every tp rank applies it to, or computes with it, its own heads or features
 
 
+class Kind(Enum):
+    """What a parameter is to an optimizer."""
+
+    MATRIX = "matrix"  # a hidden layer's [out, in], or a stack of them [experts, out, in]
+    NORM = "norm"  # a vector: a norm's weight, a bias
+    EMBEDDING = "embedding"  # [vocabulary, hidden], looked up; a tied head too
+    HEAD = "head"  # [vocabulary, hidden], multiplied with
+
+
 BATCH_AXES = ("dp", "ep", "cp")
 """Axes over which the tokens of a step are divided."""
 
@@ -75,6 +84,8 @@ class Layout:
     """Factor on the learning rate (muP and the like)."""
     pad_to: Mapping[int, int]
     """Tensor dim → multiple up to which memory is padded with zeros. Independent of the split; never stored."""
+    kind: Kind
+    """Which of its groups it belongs to for the optimizer."""
 
     @property
     def numel(self) -> int:

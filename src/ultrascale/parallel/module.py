@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -80,12 +79,13 @@ class Entry:
     attribute: str
     parameter: nn.Parameter
     stored: Stored
-    unit: str
+    units: tuple[str, ...]
+    """Of this stage, that use it, in order."""
 
 
-def stored_tensors(units: list[tuple[str, nn.Module]]) -> Iterator[Entry]:
-    """Every stored tensor of a stage once, unit by unit; a bare parameter in a foreign module is refused."""
-    seen: set[int] = set()
+def stored_tensors(units: list[tuple[str, nn.Module]]) -> list[Entry]:
+    """Every stored tensor of a stage once, in order of first use; a bare parameter in a foreign module is refused."""
+    entries: dict[int, Entry] = {}
     for unit, root in units:
         for path, module in root.named_modules():
             declared = module.stored if isinstance(module, Module) else {}
@@ -93,6 +93,9 @@ def stored_tensors(units: list[tuple[str, nn.Module]]) -> Iterator[Entry]:
                 if attribute not in declared:
                     raise TypeError(f"{unit}.{path}.{attribute} has no Layout; build it in an ultrascale Module")
                 assert isinstance(module, Module)
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield Entry(module, attribute, parameter, declared[attribute], unit)
+                known = entries.get(id(parameter))
+                if known is None:
+                    entries[id(parameter)] = Entry(module, attribute, parameter, declared[attribute], (unit,))
+                elif unit not in known.units:
+                    entries[id(parameter)] = replace(known, units=(*known.units, unit))
+    return list(entries.values())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 
 class WeightGradient(Protocol):
@@ -16,6 +18,25 @@ class WeightGradient(Protocol):
 
     def run(self) -> None:
         """Computes the gradient and hands it to `accumulate*`."""
+
+
+class Visit(NamedTuple):
+    """One micro-batch's way through one unit, in one direction."""
+
+    stage: int
+    micro_batch: int
+    unit: str
+    backward: bool
+
+
+class UnitWeights(Protocol):
+    """Where replicas share out their parameters: who has them there in time (`parallel/weights.py`)."""
+
+    def enter(self, visit: Visit) -> None:
+        """Before a unit's forward or backward: its weights are there when this returns."""
+
+    def leave(self, visit: Visit) -> None:
+        """Behind it: this visit needs them no more."""
 
 
 class GradientSink(Protocol):
@@ -57,8 +78,14 @@ class Pass:
     micro_batch: int
     sink: GradientSink | None
     """None in evaluation: there is no backward."""
+    weights: UnitWeights | None = None
+    """None where every rank holds all of its parameters all the time."""
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     """cos and sin [seq, batch, 1, head_dim / 2] of this micro-batch's positions, made once per pass."""
+
+    def visit(self, unit: str, backward: bool) -> Visit:
+        """This pass in one unit."""
+        return Visit(self.stage, self.micro_batch, unit, backward)
 
     @property
     def splits_backward(self) -> bool:
@@ -66,7 +93,9 @@ class Pass:
         return self.sink is not None and self.sink.defers(self.stage, self.micro_batch)
 
 
-class _UnitInput(torch.autograd.Function):
+class _Entrance(torch.autograd.Function):
+    """Identity at a unit's entrance: its backward runs when everything behind it in the unit has run."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, unit: str, current: Pass) -> torch.Tensor:
         ctx.unit, ctx.current = unit, current
@@ -74,13 +103,52 @@ class _UnitInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> Any:
-        current = ctx.current
+        current: Pass = ctx.current
+        assert current.sink is not None
         current.sink.unit_done(ctx.unit, current.stage, current.micro_batch)
+        if current.weights is not None:
+            current.weights.leave(current.visit(ctx.unit, backward=True))
         return dx, None, None
 
 
-def unit_input(x: torch.Tensor, unit: str, current: Pass) -> torch.Tensor:
-    """Identity at a unit's entrance: its backward runs when everything behind it in the unit has run."""
-    if current.sink is None or not x.requires_grad:
-        return x
-    return _UnitInput.apply(x, unit, current)
+class _Exit(torch.autograd.Function):
+    """Identity behind a unit: its backward runs before anything in the unit's."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: str, current: Pass, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit, ctx.current = unit, current
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.current.weights.enter(ctx.current.visit(ctx.unit, backward=True))
+        return None, None, *gradients
+
+
+def run_unit(unit: str, module: Callable[..., Any], current: Pass, *inputs: Any, recompute: bool = False) -> Any:
+    """One unit of a stage on one micro-batch: `module(*inputs, current)`, with all that happens around a unit.
+
+    Its weights are there while it runs forward and backward, and the sink is told when its backward has ended.
+
+    inputs     the hidden states [seq (/ tp), batch, hidden] (or token ids) first
+    recompute  keep nothing but the inputs, and run forward again in backward
+    returns    what the module returns: a tensor, or a dict of tensors
+    """
+    training, weights = current.sink is not None, current.weights
+    if weights is not None:
+        weights.enter(current.visit(unit, backward=False))
+    first, *rest = inputs
+    if training and first.requires_grad:
+        first = _Entrance.apply(first, unit, current)
+    if recompute and training:
+        out = checkpoint(module, first, *rest, current, use_reentrant=False, preserve_rng_state=False)
+    else:
+        out = module(first, *rest, current)
+    if weights is None:
+        return out
+    weights.leave(current.visit(unit, backward=False))
+    if not training:
+        return out
+    if isinstance(out, torch.Tensor):
+        return _Exit.apply(unit, current, out)[0]
+    return dict(zip(out, _Exit.apply(unit, current, *out.values()), strict=True))

@@ -16,9 +16,10 @@ class Reduction:
 
     group: Group
     pending: Pending
-    message: torch.Tensor
     target: torch.Tensor
-    """Where the sum belongs; the message itself when the dtypes are the same."""
+    """Where the sum belongs, in the dtype of accumulation."""
+    adds: bool = False
+    """Whether it is added to what is there: micro-batches that were summed before."""
 
     def advance(self) -> None:
         """Issues the second exchange of a deterministic sum, so that those of several buckets overlap."""
@@ -29,6 +30,8 @@ class Reduction:
     def finish(self) -> None:
         """Waits, and puts the sum in its place."""
         with self.group.ledger.during("reduce"):
-            self.pending.wait()
-        if self.message is not self.target:
-            self.target.copy_(self.message)
+            total = self.pending.wait()
+        if self.adds:
+            self.target.add_(total)
+        elif total is not self.target:
+            self.target.copy_(total)

@@ -11,8 +11,8 @@ import torch
 from ultrascale.comm import collectives
 from ultrascale.comm.group import Group
 from ultrascale.parallel.buckets import Bucket, Span
-from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.layout import BATCH_AXES
+from ultrascale.parallel.store import Store
 
 _PRIME = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's odd word, as int64
 
@@ -29,42 +29,42 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([words.sum(), (words * (weights | 1)).sum()])
 
 
-def check_replicas(gradients: Gradients) -> None:
+def check_replicas(store: Store) -> None:
     """Compares the masters of all copies, over batch axes, tensor axes and stages; collective.
 
     Raises ReplicaError on every rank of the world when any group holds copies that differ.
     """
-    mesh = gradients.mesh
+    mesh = store.mesh
     batch = set(mesh.expand(BATCH_AXES))
     by_axes: dict[tuple[str, ...], list[tuple[Bucket, Span]]] = {}
     over_stages: dict[Group, list[tuple[Bucket, Span]]] = {}
-    for bucket in gradients.buckets:
+    for bucket in store.buckets:
         for span in bucket.spans:
             replicas = span.layout.replica_axes(mesh)
-            over_batch = tuple(axis for axis in replicas if axis in batch)
+            over_batch = tuple(axis for axis in replicas if axis in batch and axis not in bucket.shard_axes)
             over_tensor = tuple(axis for axis in replicas if axis not in batch)
             for axes in (over_batch, over_tensor):
                 if mesh.size(axes) > 1:
                     by_axes.setdefault(axes, []).append((bucket, span))
-            if (copies := gradients.copies_of(bucket)).size > 1:
+            if (copies := store.copies_of(bucket)).size > 1:
                 over_stages.setdefault(copies, []).append((bucket, span))
     # Two sets of axes may be one group (one KV head: kv_replica is all of tp), and both parts are compared.
     groups: dict[Group, list[tuple[Bucket, Span]]] = {}
     for group, held in (
-        *((gradients.group_of(axes), held) for axes, held in by_axes.items()),
+        *((store.group_of(axes), held) for axes, held in by_axes.items()),
         *over_stages.items(),
     ):
         groups.setdefault(group, []).extend(held)
     differing: list[str] = []
     for group, held in groups.items():
-        hashes = torch.stack([hash_of(gradients.valid(bucket.masters, span)) for bucket, span in held])
+        hashes = torch.stack([hash_of(bucket.masters[slice(*bucket.shard(span))]) for bucket, span in held])
         with group.ledger.during("check"):
             rows = collectives.all_gather(hashes.unsqueeze(0), group).wait()
         for number, (_, span) in enumerate(held):
             if not bool((rows[:, number] == rows[0, number]).all()):
                 differing.append(f"{span.layout.name} differs over {', '.join(group.axes)} (ranks {group.ranks})")
     # Every rank must come to the same end: one that saw nothing would wait for the others for ever.
-    world = gradients.group_of(mesh.order)
+    world = store.group_of(mesh.order)
     with world.ledger.during("check"):
         told = dict.fromkeys(text for texts in collectives.gather_json(differing, world) for text in texts)
     if told:

@@ -194,6 +194,29 @@ class RowLinear(Module):
         return row_parallel(x, self.weight, build.tensor_group, build.sequence_parallel, current, self.name)
 
 
+@dataclass(frozen=True, slots=True)
+class _EmbeddingGradient:
+    """dW[ids] += dy of one micro-batch, for the rows of this rank."""
+
+    weight: torch.Tensor
+    local: torch.Tensor
+    """int64 [seq, batch]"""
+    elsewhere: torch.Tensor | None
+    """bool [seq, batch]: tokens whose row is on another rank."""
+    dy: WholeTokens
+    current: Pass
+
+    def issue(self) -> None:
+        self.dy.issue()
+
+    def run(self) -> None:
+        current, dy = self.current, self.dy.wait()
+        assert current.sink is not None
+        if self.elsewhere is not None:
+            dy = dy.masked_fill(self.elsewhere.unsqueeze(-1), 0.0)
+        current.sink.accumulate_rows(self.weight, self.local.flatten(), _flat(dy), current.stage, current.micro_batch)
+
+
 class _VocabParallelEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -219,13 +242,11 @@ class _VocabParallelEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         local, elsewhere = ctx.saved_tensors
-        if ctx.sequence_parallel:
-            dy = collectives.all_gather(dy, ctx.group).wait()
-        if ctx.group.size > 1:
-            dy = dy.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         current: Pass = ctx.current
         assert current.sink is not None
-        current.sink.accumulate_rows(ctx.weight, local.flatten(), _flat(dy), current.stage, current.micro_batch)
+        whole = WholeTokens(dy, ctx.group, ctx.sequence_parallel)
+        work = _EmbeddingGradient(ctx.weight, local, elsewhere if ctx.group.size > 1 else None, whole, current)
+        current.sink.defer(work, current.stage, current.micro_batch)
         return None, None, None, None, None, None
 
 
@@ -247,6 +268,23 @@ class VocabParallelEmbedding(Module):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Addition:
+    """A small weight gradient that comes with the input's: it only waits to be added with the others of its pass."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    current: Pass
+
+    def issue(self) -> None:
+        pass
+
+    def run(self) -> None:
+        current = self.current
+        assert current.sink is not None
+        current.sink.accumulate(self.weight, self.gradient, current.stage, current.micro_batch)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, current: Pass) -> torch.Tensor:
@@ -261,7 +299,7 @@ class _RMSNorm(torch.autograd.Function):
         dx, dweight = reference.rms_norm_backward(dy, x, ctx.weight, inverse_rms)
         current: Pass = ctx.current
         assert current.sink is not None
-        current.sink.accumulate(ctx.weight, dweight, current.stage, current.micro_batch)
+        current.sink.defer(_Addition(ctx.weight, dweight, current), current.stage, current.micro_batch)
         return dx, None, None, None
 
 

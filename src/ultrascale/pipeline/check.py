@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ultrascale.config.problem import Problem, choices
 from ultrascale.pipeline.actions import ScheduleError
-from ultrascale.pipeline.layer_costs import BALANCED
+from ultrascale.pipeline.layer_costs import BALANCED, planned_costs
 from ultrascale.pipeline.partition import PartitionError, partition
 from ultrascale.pipeline.program import micro_batches, prove
 from ultrascale.pipeline.schedules import registry
@@ -61,6 +61,14 @@ def _unfitting_numbers(config: Config, entry: Schedule) -> list[Problem]:
             registry.check_option(entry, option, getattr(pipeline, option))
         except ScheduleError as error:
             problems.append(Problem(f"pipeline.{option}", f"pipeline.{error}, or use null."))
+    if pipeline.costs is not None and not entry.searched:
+        message = f"pipeline.costs has no effect under pipeline.schedule={entry.name}, whose order is fixed; use null."
+        problems.append(Problem("pipeline.costs", message, kind="idle"))
+    elif pipeline.costs is not None:
+        try:
+            planned_costs(config, entry)
+        except ScheduleError as error:
+            problems.append(Problem("pipeline.costs", f"pipeline.costs: {error}."))
     return problems
 
 

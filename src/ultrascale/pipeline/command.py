@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ultrascale.pipeline.actions import ScheduleError
-from ultrascale.pipeline.costs import parse_costs
+from ultrascale.pipeline.actions import Plan, ScheduleError
+from ultrascale.pipeline.costs import Costs, parse_costs
 from ultrascale.pipeline.draw import legend, text
 from ultrascale.pipeline.draw_html import html
 from ultrascale.pipeline.draw_svg import svg
@@ -78,14 +78,26 @@ def run(args: argparse.Namespace) -> int:
         costs = parse_costs(args.cost, measured_costs(args.cost_from) if args.cost_from else None)
         plan = program(args.name, args.stages, args.microbatches, args.virtual, costs, args.group, args.limit)
         result = simulate(plan, costs)
+        said = _explanation(args, costs, plan)
         written = _write_files(args, result, unit)
     except ScheduleError as error:
         print(f"ultrascale schedule: {error}", file=sys.stderr)
         return 2
     print(json.dumps(as_json(result)) if args.json else as_text(result, max(args.width, 10), unit))
+    if said and not args.json:
+        print(f"\n{said}")
     if written and not args.json:
         print("\nwrote " + ", ".join(written))
     return 0
+
+
+def _explanation(args: argparse.Namespace, costs: Costs, plan: Plan) -> str | None:
+    """What a search has gained, where there was one."""
+    entry = registry.find(args.name)
+    if entry.explain is None:
+        return None
+    request = registry.request(entry, args.stages, args.microbatches, args.virtual, costs, args.group, args.limit)
+    return entry.explain(request, plan)
 
 
 def _write_files(args: argparse.Namespace, result: Simulation, unit: str) -> list[str]:

@@ -15,7 +15,6 @@ from ultrascale.pipeline.actions import (
     Plan,
     ScheduleError,
 )
-from ultrascale.pipeline.replay import last_backwards
 
 Channel = tuple[int, int, Payload]
 """(source rank, destination rank, payload): messages on a channel arrive in the order of their sends."""
@@ -87,41 +86,6 @@ def insert_communication(plan: Plan) -> Plan:
                 row += sends[rank][index]
         lists.append(tuple(row))
     return replace(plan, actions=tuple(lists), passes=(*plan.passes, "communication"))
-
-
-def insert_reduce(plan: Plan) -> Plan:
-    """The plan with one REDUCE per stage that a rank holds, where its gradients are finished.
-
-    That is after the stage's last B or BW, and after the sends of that action, which others wait for. The
-    stages of a schedule with two copies are reduced last, in the order of the model: the holders of the
-    copies meet in these reductions, and must come to them in the same order. A forward-only plan stays as it
-    is.
-
-    Raises ScheduleError when a stage has no backward on a rank that holds it, or reductions are there
-    already.
-    """
-    if "reduce" in plan.passes:
-        raise ScheduleError(f"the plan {plan.name} has its reductions already")
-    if plan.forward_only:
-        return plan
-    lists = []
-    for rank, actions in enumerate(plan.actions):
-        last = last_backwards(plan, rank)
-        due: dict[int, list[Action]] = defaultdict(list)
-        for stage in plan.stages_of(rank):
-            if stage not in last:
-                raise ScheduleError(f"stage {stage} has no B or BW, so that its gradient is never finished", rank)
-            index = last[stage] if len(plan.placement[stage]) == 1 else max(last.values())
-            while index + 1 < len(actions) and actions[index + 1].kind in SENDS:
-                index += 1
-            due[index].append(Action(Kind.REDUCE, stage))
-        row: list[Action] = []
-        for index, action in enumerate(actions):
-            row.append(action)
-            if index in due:
-                row += due[index]
-        lists.append(tuple(row))
-    return replace(plan, actions=tuple(lists), passes=(*plan.passes, "reduce"))
 
 
 def channel_of(rank: int, action: Action) -> Channel:

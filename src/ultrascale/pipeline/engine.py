@@ -8,7 +8,7 @@ until something received proves that it arrived (`releases.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from ultrascale.models.batch import StepBatch
 from ultrascale.models.family import StageModule
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.objective import Objective
-from ultrascale.parallel.passes import Pass
+from ultrascale.parallel.passes import Pass, Visit
+from ultrascale.parallel.weights import Weights
 from ultrascale.pipeline.actions import COMPUTE, SENDS, Action, Kind, Message, Payload, Plan
 from ultrascale.pipeline.releases import releases
 
@@ -66,6 +67,7 @@ class Engine:
     stages         stage → module, those that the plan places here
     pipeline       the group over pp; its index is this rank's row of the plan
     gradients      the sink; None when the plan is forward-only
+    weights        gathers parameters that replicas share out; None when they share none out
     buffer         makes an empty tensor of the form that stages hand on, [seq (/ tp), batch, hidden], for a micro-batch
     """
 
@@ -76,10 +78,11 @@ class Engine:
         pipeline: Group,
         objective: Objective,
         gradients: Gradients | None,
+        weights: Weights | None,
         buffer: Callable[[int], torch.Tensor],
     ) -> None:
         self.plan, self.stages, self.pipeline = plan, stages, pipeline
-        self.objective, self.gradients, self.buffer = objective, gradients, buffer
+        self.objective, self.gradients, self.weights, self.buffer = objective, gradients, weights, buffer
         self.ledger = pipeline.ledger
         self.actions = plan.actions[pipeline.index]
         self.last_stage = plan.stages - 1
@@ -109,10 +112,23 @@ class Engine:
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
             Kind.REDUCE: self._reduce,
+            Kind.UNSHARD: self._unshard,
+            Kind.RESHARD: self._reshard,
         }
+        self._visits = list(self._units_in_order())
         self._began = 0.0
         """When the action that runs had what it waits for."""
         self._reset()
+
+    def _units_in_order(self) -> Iterator[Visit]:
+        """The units that the actions pass through, each time: what is gathered ahead."""
+        for action in self.actions:
+            for part in action.computes:
+                if part.kind is not Kind.BW:  # needs no weights
+                    units = [name for name, _ in self.stages[part.stage].units()]
+                    backward = part.kind is not Kind.F
+                    for unit in reversed(units) if backward else units:
+                        yield Visit(part.stage, part.micro_batch, unit, backward)
 
     def _reset(self) -> None:
         self._batch: StepBatch | None = None
@@ -137,6 +153,8 @@ class Engine:
         self._batch = batch
         if self.gradients is not None:
             self.gradients.begin_step(self._last_backward)
+        if self.weights is not None:
+            self.weights.follow(self._visits)
         for index, action in enumerate(self.actions):
             self._began = time.perf_counter()
             self._execute[action.kind](action)
@@ -178,7 +196,7 @@ class Engine:
         hidden = self._take("activation", stage, number) if stage > 0 else None
         if hidden is not None and training:
             hidden.requires_grad_()
-        current = Pass(stage, number, self.gradients)
+        current = Pass(stage, number, self.gradients, self.weights)
         with self.ledger.during("forward"), torch.set_grad_enabled(training):
             out: Any = self.stages[stage](hidden, self._batch.micro_batches[number], current)
             if stage == self.last_stage:
@@ -197,6 +215,8 @@ class Engine:
         gradient = None if stage == self.last_stage else self._take("gradient", stage, number)
         with self.ledger.during("backward"):
             torch.autograd.backward(held.root, gradient)
+        if self.weights is not None:
+            self.weights.end(stage, number)
         if stage > 0:
             assert held.input is not None
             assert held.input.grad is not None
@@ -250,4 +270,13 @@ class Engine:
 
     def _reduce(self, action: Action) -> None:
         assert self.gradients is not None
-        self.gradients.reduce(action.stage)
+        micro_batch = action.micro_batch
+        self.gradients.reduce(action.stage, self._last_backward[action.stage] if micro_batch < 0 else micro_batch)
+
+    def _unshard(self, action: Action) -> None:
+        assert self.weights is not None
+        self.weights.unshard(action.stage)
+
+    def _reshard(self, action: Action) -> None:
+        assert self.weights is not None
+        self.weights.reshard(action.stage)

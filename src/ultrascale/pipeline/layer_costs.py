@@ -7,14 +7,15 @@ look-up and costs none, the head costs as much as several layers (2.4 in Llama 3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ultrascale.models.sizes import llama_sizes
 from ultrascale.pipeline.actions import Kind, Plan
 from ultrascale.pipeline.balance import LayerCosts, Memory, Stages, balanced
-from ultrascale.pipeline.costs import Costs
+from ultrascale.pipeline.costs import Costs, parse_costs
 from ultrascale.pipeline.partition import Split, from_list, partition, table, uniform
+from ultrascale.pipeline.schedules.registry import Schedule, virtual_stages
 from ultrascale.pipeline.simulate import simulate
 
 if TYPE_CHECKING:
@@ -64,6 +65,27 @@ def stage_costs(costs: LayerCosts, split: Split, P2P: float = 0.0) -> Costs:
     stages = Stages(costs, tuple((stage,) for stage in range(len(split))), Memory())
     thirds = tuple(stages.time(stage, layers.start, layers.stop) / 3 for stage, layers in enumerate(ends))
     return Costs(thirds, thirds, thirds, P2P)
+
+
+def planned_costs(config: Config, entry: Schedule) -> Costs | None:
+    """What a searched schedule orders by: `pipeline.costs`, or else the FLOPs of the stages; None for all others.
+
+    Raises ScheduleError when pipeline.costs is not understood, or given for another number of stages.
+    """
+    pipeline, layers = config.pipeline, config.model.num_hidden_layers
+    if not entry.searched:
+        return None
+    stages = config.parallel.pp * virtual_stages(entry, pipeline.virtual_stages)
+    if pipeline.costs is not None:
+        costs = parse_costs(pipeline.costs)
+        costs.check(stages)
+        return costs
+    # A balanced layout needs the plan first; even stages are near enough to it.
+    split = partition(None if pipeline.layout == BALANCED else pipeline.layout, layers, stages)
+    flops = layer_costs(config)
+    layer = sum(flops.time) / layers / 3
+    times = replace(flops, time=tuple(time / layer for time in flops.time), head=flops.head / layer)
+    return stage_costs(times, split)
 
 
 def in_flight(plan: Plan) -> tuple[int, ...]:

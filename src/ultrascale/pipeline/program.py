@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ultrascale.pipeline.actions import Plan
-from ultrascale.pipeline.communication import insert_communication, insert_reduce
+from ultrascale.pipeline.communication import insert_communication
 from ultrascale.pipeline.costs import Costs
+from ultrascale.pipeline.parameters import insert_reduce, keep_gathered
 from ultrascale.pipeline.replay import Model
 from ultrascale.pipeline.schedules import evaluation, registry
 from ultrascale.pipeline.schedules.registry import Schedule
@@ -28,6 +29,8 @@ def program(
     group_size: int | None = None,
     activation_limit: int | None = None,
     model: Model = "rendezvous",
+    zero_stage: int = 0,
+    gathered_once: bool = False,
 ) -> Plan:
     """The schedule for `ranks` pp coordinates with its messages and reductions, proven right under its memory bound.
 
@@ -36,12 +39,24 @@ def program(
     """
     entry = registry.find(name)
     request = registry.request(entry, ranks, micro_batches, virtual_stages, costs, group_size, activation_limit)
-    return prove(entry, request, model)
+    return prove(entry, request, model, zero_stage, gathered_once)
 
 
-def prove(entry: Schedule, request: Request, model: Model = "rendezvous") -> Plan:
-    """The plan of a request with its messages and reductions. Raises ScheduleError when it is wrong."""
-    plan = insert_reduce(insert_communication(entry.build(request)))
+def prove(
+    entry: Schedule,
+    request: Request,
+    model: Model = "rendezvous",
+    zero_stage: int = 0,
+    gathered_once: bool = False,
+) -> Plan:
+    """The plan of a request with its messages and reductions. Raises ScheduleError when it is wrong.
+
+    zero_stage     from 2 on every micro-batch is reduced
+    gathered_once  at stage 3: a stage's weights stay from its first use to its last
+    """
+    plan = insert_reduce(insert_communication(entry.build(request)), every_micro_batch=zero_stage >= 2)
+    if zero_stage == 3 and gathered_once:
+        plan = keep_gathered(plan)
     validate(plan, entry.memory_bound(request), model)
     return plan
 

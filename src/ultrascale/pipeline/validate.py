@@ -15,7 +15,6 @@ from ultrascale.pipeline.actions import (
     BACKWARDS,
     MESSAGES,
     SENDS,
-    WHOLE_STEP,
     Action,
     Kind,
     Message,
@@ -24,7 +23,8 @@ from ultrascale.pipeline.actions import (
 )
 from ultrascale.pipeline.activations import live_activations
 from ultrascale.pipeline.communication import Channel, channel_of
-from ultrascale.pipeline.replay import Model, last_backwards, replay
+from ultrascale.pipeline.parameters import check_gathered, check_reductions
+from ultrascale.pipeline.replay import Model, replay
 
 Place = tuple[int, int]
 """(rank, index in its list)."""
@@ -45,7 +45,8 @@ def validate(plan: Plan, memory_bound: int | Sequence[int] | None = None, model:
     for _ in replay(plan, model):
         pass
     if "reduce" in plan.passes:
-        _check_reductions(plan)
+        check_reductions(plan)
+    check_gathered(plan)
     if memory_bound is not None:
         _check_memory(plan, memory_bound)
 
@@ -236,46 +237,6 @@ def _message_problem(plan: Plan, ends: tuple[Place, Place] | None, rank: int, in
         need = "which makes what it sends" if sends else "which needs what it receives"
         return f"{side} {plan.actions[rank][own[1]]} (action {own[1]}), {need}"
     return None
-
-
-def _check_reductions(plan: Plan) -> None:
-    shared: dict[tuple[int, ...], tuple[int, list[int]]] = {}
-    for rank, actions in enumerate(plan.actions):
-        last = last_backwards(plan, rank)
-        reduced: dict[int, int] = {}
-        for index, action in enumerate(actions):
-            if action.kind is not Kind.REDUCE:
-                continue
-            if action.micro_batch != WHOLE_STEP:
-                message = f"a stage is reduced once, after its last micro-batch; write REDUCE{action.stage}"
-                raise ScheduleError(message, rank, index, action)
-            if action.stage in reduced:
-                raise ScheduleError(f"is done twice: also at action {reduced[action.stage]}", rank, index, action)
-            if last.get(action.stage, -1) > index:
-                late = actions[last[action.stage]]
-                raise ScheduleError(
-                    f"stands before {late} (action {last[action.stage]}), which adds to it",
-                    rank,
-                    index,
-                    action,
-                )
-            reduced[action.stage] = index
-        for stage in plan.stages_of(rank):
-            if stage not in reduced:
-                raise ScheduleError(f"stage {stage} is never reduced", rank, None, Action(Kind.REDUCE, stage))
-        # Holders of two copies meet in their reductions.
-        for holders in {plan.placement[stage] for stage in reduced if len(plan.placement[stage]) > 1}:
-            order = [stage for stage in reduced if set(plan.placement[stage]) == set(holders)]
-            key = tuple(sorted(holders))
-            first, wanted = shared.setdefault(key, (rank, order))
-            if order != wanted:
-                stage = next(own for own, theirs in zip(order, wanted, strict=False) if own != theirs)
-                raise ScheduleError(
-                    f"rank {first} reduces the stages that both hold in the order {wanted}, this one {order}",
-                    rank,
-                    reduced[stage],
-                    actions[reduced[stage]],
-                )
 
 
 def _check_memory(plan: Plan, memory_bound: int | Sequence[int]) -> None:

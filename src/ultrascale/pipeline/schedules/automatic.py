@@ -59,9 +59,10 @@ class Search:
         """What the search gained, for people; one line each."""
         lines = [f"auto: makespan {self.makespan:.6g}, from {self.origin}"]
         if self.bound:
+            gap = max(float(self.makespan / self.bound - 1), 0)
             lines.append(
-                f"at most {float(self.makespan / self.bound - 1):.2%} above the shortest possible makespan; no order "
-                f"has less than {self.bound:.6g}, however much memory it takes"
+                f"at most {gap:.2%} above the shortest possible makespan; no order has less than {self.bound:.6g}, "
+                "however much memory it takes"
             )
         if self.uniform is None or self.uniform_makespan is None:
             lines.append("neither 1f1b nor zb_h1 fits into this memory, so there is no uniform choice to compare with")

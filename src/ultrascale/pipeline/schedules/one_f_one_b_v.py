@@ -6,14 +6,14 @@ from __future__ import annotations
 from ultrascale.pipeline.actions import Plan
 from ultrascale.pipeline.schedules.placement import v_shape
 from ultrascale.pipeline.schedules.request import Request
-from ultrascale.pipeline.search.searched import searched
+from ultrascale.pipeline.search.both_ways import searched_both_ways
 from ultrascale.pipeline.search.v_blocks import whole_blocks
 
 
 def schedule(request: Request) -> Plan:
     """The shortest building blocks of whole backwards, repeated, squeezed and reordered under the blocks' memory."""
     blocks = whole_blocks(request.ranks)
-    return searched("1f1b_v", request, v_shape(request.ranks), memory_bound(request), blocks=blocks, split=False)
+    return searched_both_ways("1f1b_v", request, v_shape(request.ranks), memory_bound(request), blocks)
 
 
 def memory_bound(request: Request) -> tuple[int, ...]:

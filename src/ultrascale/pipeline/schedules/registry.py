@@ -63,7 +63,8 @@ class Schedule:
     training        False for forward-only ones, which cannot train
     options         which of Request's options the schedule takes
     requires        raises ScheduleError for a request that the schedule does not take; cheap
-    searched        whether building it is a search, which takes seconds
+    searched        whether building it is a search by costs, which takes seconds
+    explain         (request, its plan) → what the search gained, for people; None: nothing to say
     """
 
     name: str
@@ -77,6 +78,7 @@ class Schedule:
     options: tuple[Option, ...] = ()
     requires: Callable[[Request], None] = _any_number
     searched: bool = False
+    explain: Callable[[Request, Plan], str] | None = None
 
 
 _GROUPS: tuple[Option, ...] = ("group_size",)
@@ -120,7 +122,7 @@ SCHEDULES: tuple[Schedule, ...] = (
              one_f_one_b_v.memory_bound, ("one_f_one_b_v",), 2, searched=True),
     Schedule("auto", "the shortest order found for the costs and the memory at hand", automatic.schedule,
              automatic.memory_bound, (), 1, True, options=("activation_limit",), requires=automatic.requires,
-             searched=True),
+             searched=True, explain=automatic.explain),
     Schedule("evaluation", "forward only", evaluation.schedule, evaluation.memory_bound, ("eval", "forward_only"),
              training=False),
 )

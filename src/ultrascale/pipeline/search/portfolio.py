@@ -177,9 +177,9 @@ class Portfolio:
 
     @property
     def _policies(self) -> tuple[Policy, ...]:
-        """For keys that are times; without weight gradients there is no tolerance to choose."""
+        """For keys that are times; without weight gradients there is nothing to tolerate, and strict is their order."""
         if not self.operations.split:
-            return Policy(strict=True), Policy(0.0, self._slot)
+            return (Policy(0.0, self._slot),)
         return Policy(strict=True), Policy(0.5, strict=True), Policy(0.5), Policy(0.0, self._slot)
 
     @property

@@ -27,7 +27,6 @@ def searched(
     seeds: Iterable[Plan] = (),
     blocks: Iterable[Block] = (),
     aheads: Sequence[Sequence[int]] = (),
-    split: bool = True,
     spans: bool = False,
 ) -> Plan:
     """The shortest plan found for the request's costs, under `limits` activations per rank.
@@ -35,10 +34,9 @@ def searched(
     seeds   plans to start from; those above the limit give their priorities only
     blocks  times of one micro-batch, to be repeated
     aheads  variants of how far forwards may be ahead of input gradients, tightest first
-    split   False: whole backwards only
     spans   among the shortest makespans, one with a short span
     """
-    operations = Operations(placement, request.micro_batches, request.costs, split)
+    operations = Operations(placement, request.micro_batches, request.costs)
     portfolio = Portfolio(operations, limits, BUDGET, aheads, spans)
     for plan in seeds:
         portfolio.seed(plan)
