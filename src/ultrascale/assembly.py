@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ultrascale.comm.collectives import gather_json
+from ultrascale.comm.group import Group
 from ultrascale.comm.process_groups import Groups
 from ultrascale.config.schema import Config
 from ultrascale.mesh.axes import Mesh
@@ -156,6 +158,26 @@ def assemble(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torc
         config, mesh, rank, device, build.policy, groups, family, objective, split, plan, stages, store, gradients,
         optimizer, engine, evaluation,
     )  # fmt: skip
+
+
+class PlanError(Exception):
+    """Ranks would run different plans."""
+
+
+def check_plan(config: Config, world: Group) -> None:
+    """Compares the plans of all ranks; collective. Raises PlanError: ranks that run two wait for each other for ever.
+
+    A plan may come from a file, which another host has in another version.
+    """
+    plan = training_plan(config)
+    text = repr(plan.placement) + "\n".join(" ".join(map(str, actions)) for actions in plan.actions)
+    mine = hashlib.sha256(text.encode()).hexdigest()
+    for rank, other in enumerate(gather_json(mine, world)):
+        if other != mine:
+            raise PlanError(
+                f"pipeline.schedule={config.pipeline.schedule} is another plan on rank {rank} than on rank "
+                f"{world.ranks[world.index]}; give all hosts the same file, and the same version of ultrascale"
+            )
 
 
 class BuildError(Exception):

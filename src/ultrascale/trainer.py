@@ -19,7 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultrascale.assembly import assemble, check_build, check_finite, check_gradients, planned_groups
+from ultrascale.assembly import (
+    PlanError,
+    assemble,
+    check_build,
+    check_finite,
+    check_gradients,
+    check_plan,
+    planned_groups,
+)
 from ultrascale.checkpoint.boxes import CheckpointError
 from ultrascale.checkpoint.snapshots import Snapshots
 from ultrascale.comm import collectives
@@ -38,6 +46,7 @@ from ultrascale.observe.console import Console, StartUp
 from ultrascale.observe.memory import keep_freed_memory, peak_memory
 from ultrascale.observe.run_folder import RunFolder, RunFolderError
 from ultrascale.parallel.replicas import check_replicas
+from ultrascale.pipeline.actions import ScheduleError
 from ultrascale.pipeline.layer_costs import balance_text
 from ultrascale.step import StepResult, evaluate, step_batch, train_step
 
@@ -50,7 +59,8 @@ AFTER_NOT_FINITE = (
     "the same settings come to the same end: look at optimizer.lr, precision.compute, model.initializer_range and "
     "the data"
 )
-REFUSALS = (ConfigError, RunFolderError, DataError, CheckpointError, FamilyError)
+
+REFUSALS = (PlanError, ScheduleError, ConfigError, RunFolderError, DataError, CheckpointError, FamilyError)
 
 
 def run(config: Config, *, device: str, rank: int, world_size: int, local_rank: int) -> int:
@@ -115,6 +125,7 @@ class Trainer:
         # A file that only one host lacks is an error on all ranks.
         self.data = together(lambda: Data(config), self.groups.world, DataError)
         self._same_data_everywhere()
+        check_plan(config, self.groups.world)
         self.assembly = assemble(config, self.mesh, rank, self.groups, device)
         if config.optimizer.offload and device.type == "cpu":
             self.console.say("notice: optimizer.offload has no effect on cpu, where moments lie in host memory anyway")

@@ -26,6 +26,7 @@ GROUPS = {
     )
 }
 """Every algorithm, one of them on one member of a fused tensor."""
+EMBEDDING = {"optimizer.groups": (ParameterGroup(kind="embedding", optimizer="muon"),)}
 
 
 def zero(stage: int, **sizes: int) -> dict[str, Any]:
@@ -40,6 +41,7 @@ CELLS = {
     "muon, tp 2": Cell(2, {**MUON, "parallel.tp": 2}),
     "muon, tp 4, KV heads replicated": Cell(4, {**MUON, "parallel.tp": 4, "optimizer.max_norm": 0.5}),
     "muon, pp 2, tied": Cell(2, {**MUON, **TIED, "parallel.pp": 2}),
+    "muon for a tied embedding, pp 2": Cell(2, {**MUON, **TIED, **EMBEDDING, "parallel.pp": 2}),
     "muon, two copies": Cell(2, {**MUON, **TIED, "parallel.pp": 2, "pipeline.schedule": "dualpipe"}),
     "muon, zero 3, dp 2, tp 2": Cell(4, {**MUON, **zero(3, dp=2, tp=2)}),
     "adamw, zero 1, dp 2": Cell(2, {**ADAMW, **zero(1, dp=2)}),

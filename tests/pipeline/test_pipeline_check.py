@@ -72,13 +72,13 @@ def test_pipelines_that_fit_have_no_problem(good: Config) -> None:
         (config(pp=3, schedule="dualpipe", micro_batches=6), "pipeline.schedule", ["3 is odd; use 2 or 4"]),
         (
             config(pp=4, schedule="interleaved_1f1b", virtual_stages=3),
-            "parallel.pp",
-            ["12 stages", "num_hidden_layers=8", "use 1 or 2"],
+            "pipeline.virtual_stages",
+            ["=3", "12 stages", "num_hidden_layers=8", "use at most 2"],
         ),
         (
             config(pp=4, schedule="interleaved_1f1b", virtual_stages=9),
             "pipeline.virtual_stages",
-            ["=9", "36 stages", "num_hidden_layers=8", "fewer pipeline.virtual_stages"],
+            ["=9", "36 stages", "num_hidden_layers=8", "use at most 2"],
         ),
         (
             config(pp=2, schedule="interleaved_1f1b", layout=[3, 5]),

@@ -74,25 +74,34 @@ def reductions(context: Context, overrides: Mapping[str, Any], tokens: Tokens) -
     return [(row.op, row.bytes) for row in context.ledger.rows if row.phase == "reduce"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_gradients_are_reduced_once_a_step_whatever_the_number_of_micro_batches(schedule: str) -> None:
-    """Fewer than stages, as many, and more: the last backward of a stage stands at another place each time."""
+def reduced_once(schedule: str) -> None:
+    """Micro-batches fewer than stages, as many, and more: the last backward stands at another place each time."""
     seen = []
     for number in (1, 2, 3, 5):
         size = {"batch.global_size": 2 * number}
-        tokens = batches(2, (UNEVEN * 2)[: 2 * number])
-        layout = {**SHORT, **TWO, "parallel.dp": 2, "pipeline.schedule": schedule}
-        compare(steps(1, {**SHORT, **size}, tokens), steps(4, {**layout, **size}, tokens))
-        seen.append(pool(4).run(reductions, {**layout, **size}, tokens[0]))
+        tokens = batches(1, (UNEVEN * 2)[: 2 * number])
+        layout = {**SHORT, **size, **TWO, "parallel.dp": 2, "pipeline.schedule": schedule}
+        compare(steps(1, {**SHORT, **size}, tokens), steps(4, layout, tokens))
+        seen.append(pool(4).run(reductions, layout, tokens[0]))
     for rank in range(4):
         assert seen[0][rank]
         assert all(run[rank] == seen[0][rank] for run in seen), f"rank {rank}"
 
 
+def test_gradients_are_reduced_once_a_step_whatever_the_number_of_micro_batches() -> None:
+    reduced_once("zb_h1")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("schedule", [name for name in ALL if not name.startswith("dualpipe")])
+def test_gradients_are_reduced_once_a_step_under_every_schedule(schedule: str) -> None:
+    reduced_once(schedule)
+
+
 # ---- recomputation --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
+@pytest.mark.parametrize("schedule", ["zb_v", "dualpipe"])
 def test_recomputation_changes_no_bit_of_a_pipeline(schedule: str) -> None:
     settings = {**SHORT, **TWO, "pipeline.schedule": schedule, "precision.compute": "float32"}
     plain, *others = (steps(2, {**settings, "recompute.mode": m}, batches(2)) for m in ("none", "selective", "full"))
@@ -123,7 +132,7 @@ def per_micro_batch(context: Context | None, overrides: Mapping[str, Any], token
     assembly = assembled(config_of({**TINY, **overrides}, context.world_size if context else 1), context)
     sums: list[float] = []
     for engine in (assembly.engine, assembly.evaluation):
-        engine.run = kept(engine.run, sums)  # type: ignore[method-assign]
+        engine.run = kept(engine.run, sums)  # type: ignore[method-assign, assignment]
     for number, own in enumerate(tokens, 1):
         batch = with_denominators(assembly, step_batch_of(assembly, *own).micro_batches)
         evaluate(assembly, [batch])
@@ -192,6 +201,8 @@ def programs(pps: Sequence[int], degrees: Sequence[int], numbers: Sequence[int])
     for entry in SCHEDULES:
         for pp in pps:
             for number in numbers:
+                if entry.searched and number not in (1, 2, 3, 8, 16):
+                    continue  # seconds each
                 dual = entry.name.startswith("dualpipe")
                 if dual and (number < 2 * pp or (entry.name == "dualpipe" and (pp % 2 or number % 2))):
                     continue
@@ -205,12 +216,12 @@ def programs(pps: Sequence[int], degrees: Sequence[int], numbers: Sequence[int])
 
 def test_no_schedule_can_hang() -> None:
     """Sends that wait for their receives, messages in the order of their channel: replayed for every size."""
-    assert programs([2, 3], [1, 2], [1, 2, 3, 5, 8]) > 200
+    assert programs([2, 3], [1, 2], [1, 3, 8]) > 120
 
 
 @pytest.mark.prove
 def test_no_schedule_can_hang_in_any_size() -> None:
-    assert programs(range(2, 9), range(1, 5), range(1, 17)) > 4000
+    assert programs(range(2, 9), range(1, 5), range(1, 17)) > 3000
 
 
 def lists(context: Context, overrides: Mapping[str, Any]) -> list[str]:

@@ -20,9 +20,10 @@ from ultrascale.comm.ledger import Ledger
 def take_turns(ledger: Ledger, first: Callable[[], None], second: Callable[[], None]) -> None:
     """Runs both to their ends, `first` first; every wait on a group of this ledger hands the turn over.
 
-    `first` runs in the calling thread. Raises what either raised, after both have ended: the other's collectives are
-    those of other ranks too.
+    `first` runs in the calling thread. Raises what either raised; the other is then ended at its next turn, since what
+    it would issue no longer stands where the other ranks issue theirs, and would only wait for them.
     """
+    assert ledger.before_wait is None, "pairs do not nest"
     turns = _Turns(ledger)
     phase = ledger.phase
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -33,6 +34,7 @@ def take_turns(ledger: Ledger, first: Callable[[], None], second: Callable[[], N
             function()
         except BaseException as error:
             errors.append(error)
+            turns.failed = True
         finally:
             turns.end(index)
 
@@ -41,11 +43,10 @@ def take_turns(ledger: Ledger, first: Callable[[], None], second: Callable[[], N
         ledger.phase = phase
         # A new thread starts on the first device and its default stream.
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-            run(1, second)
+            run(1, second if not turns.failed else lambda: None)
 
     thread = threading.Thread(target=aside, name="second of a pair")
     thread.start()
-    assert ledger.before_wait is None, "pairs do not nest"
     ledger.before_wait = turns.hand_over
     try:
         run(0, first)
@@ -56,11 +57,17 @@ def take_turns(ledger: Ledger, first: Callable[[], None], second: Callable[[], N
         raise errors[0]
 
 
+class _Abandoned(Exception):
+    """Ends the one of a pair whose other has failed; never seen outside of it."""
+
+
 class _Turns:
     """Whose turn it is. The one that runs may change threads (autograd has one of its own for each GPU)."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.failed = False
+        """Whether one of the two has raised."""
         self._running = 0
         self._ended = [False, False]
         self._go = (threading.Semaphore(0), threading.Semaphore(0))
@@ -72,12 +79,16 @@ class _Turns:
     def hand_over(self) -> None:
         """The one that runs is about to wait: lets the other run until it waits too, or ends."""
         own = self._running
+        if self.failed:
+            raise _Abandoned
         if self._ended[1 - own]:
             return
         phase = self.ledger.phase
         self._running = 1 - own
         self._go[1 - own].release()
         self._go[own].acquire()
+        if self.failed:
+            raise _Abandoned
         self.ledger.phase = phase
 
     def end(self, index: int) -> None:

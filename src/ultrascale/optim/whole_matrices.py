@@ -8,7 +8,7 @@ gets which matrix, and what every rank sends, is a pure function of mesh, layout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -19,6 +19,7 @@ from ultrascale.comm.collectives import Pending
 from ultrascale.comm.group import Group
 from ultrascale.mesh.axes import Mesh
 from ultrascale.parallel.buckets import Bucket, Held, Span
+from ultrascale.parallel.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,15 @@ class Task:
                 start = box.start + (self.number - box.offset[0]) * prod(memory)
                 yield replace(box, offset=box.offset[1:], shape=box.shape[1:], start=start, memory=memory)
 
-    def is_in_box(self, mesh: Mesh, rank: int) -> bool:
-        """Whether a rank's part of the parameter, before ZeRO cuts it, has anything of the matrix."""
-        offset, shape = self.span.layout.box(mesh, rank)
-        return prod(shape) > 0 and (self.number is None or offset[0] <= self.number < offset[0] + shape[0])
+    def sends(self, rank: int, owner: int, mesh: Mesh) -> bool:
+        """Whether it is `rank` that sends its pieces to `owner`.
 
-    def cut_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Leaf axes over which its pieces lie; over all others there are copies."""
-        return (*self.span.layout.split_axes(mesh), *self.bucket.shard_axes)
+        Copies of a piece are equal. Of the ranks that hold one, that sends it which differs from the owner in nothing
+        but where the matrix is cut: often the owner itself.
+        """
+        cut = {*self.span.layout.split_axes(mesh), *self.bucket.shard_axes}
+        copies = [leaf for leaf in mesh.leaves if leaf not in cut]
+        return mesh.index(rank, copies) == mesh.index(owner, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,30 @@ def share_out(tasks: Sequence[Task], mesh: Mesh, ranks: Sequence[int]) -> list[i
     """
     load = dict.fromkeys(ranks, 0)
     owners = [-1] * len(tasks)
+    holders: dict[Hashable, list[list[int]]] = {}
+    """Of stacks of one shape that are cut alike: as many as there are layers."""
     for place in sorted(range(len(tasks)), key=lambda place: -tasks[place].work):
-        task = tasks[place]
-        candidates = [rank for rank in ranks if task.is_in_box(mesh, rank)]
+        task, layout = tasks[place], tasks[place].span.layout
+        candidates = ranks
+        if task.number is not None:
+            alike = layout.shape, tuple(layout.split.items()), tuple(layout.pad_to.items())
+            if alike not in holders:
+                holders[alike] = _holders(layout, mesh, ranks)
+            candidates = holders[alike][task.number]
         owners[place] = min(candidates, key=lambda rank: load[rank])
         load[owners[place]] += task.work
     return owners
+
+
+def _holders(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> list[list[int]]:
+    """For each matrix of a stack the ranks whose part of the parameter, before ZeRO cuts it, has some of it."""
+    holders: list[list[int]] = [[] for _ in range(layout.shape[0])]
+    for rank in ranks:
+        offset, shape = layout.box(mesh, rank)
+        if prod(shape):
+            for number in range(offset[0], offset[0] + shape[0]):
+                holders[number].append(rank)
+    return holders
 
 
 class WholeMatrices:
@@ -125,9 +145,6 @@ class WholeMatrices:
         """The matrices that this rank puts together."""
         self.idle = not tasks
         """Whether there is nothing to exchange, on any rank of the group."""
-        # Copies of a piece are equal: of the ranks that hold one, that sends it which differs from the owner in
-        # nothing but where the matrix is cut, so often the owner itself.
-        senders = [mesh.members(owner, task.cut_axes(mesh)) for task, owner in zip(tasks, owners, strict=True)]
 
         def parts(task: Task, rank: int) -> list[Part]:
             return [Part(task, held) for held in task.held(mesh, rank)]
@@ -136,16 +153,16 @@ class WholeMatrices:
         self._returned: Route = [[] for _ in ranks]
         self._received: Route = [[] for _ in ranks]
         self._given_back: Route = [[] for _ in ranks]
-        for task, owner, sending in zip(tasks, owners, senders, strict=True):
+        for task, owner in zip(tasks, owners, strict=True):
             mine, place = parts(task, me), ranks.index(owner)
             self._returned[place] += mine
-            if me in sending:
+            if mine and task.sends(me, owner, mesh):
                 self._sent[place] += mine
             if owner == me:
                 for index, rank in enumerate(ranks):
                     theirs = parts(task, rank)
                     self._given_back[index] += theirs
-                    if rank in sending:
+                    if theirs and task.sends(rank, owner, mesh):
                         self._received[index] += theirs
 
     def gather(self, piece: Callable[[Part], torch.Tensor], like: torch.Tensor) -> Pending:

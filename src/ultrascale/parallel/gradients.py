@@ -232,7 +232,8 @@ class Gradients:
             reduction.finish()
         for axes, parts in self._tensor_sums().items():
             self._sum_parts(parts, self.store.group_of(axes))
-        for bucket in self.buckets:
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.tie or ""):
+            # Stages in the order of the model, then ties: one order on all ranks, whichever of them each one holds.
             self._sum(bucket.gradients, self.store.copies_of(bucket)).finish()
 
     def _tensor_sums(self) -> dict[tuple[str, ...], list[torch.Tensor]]:

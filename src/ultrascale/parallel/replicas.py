@@ -38,7 +38,7 @@ def check_replicas(store: Store) -> None:
     batch = set(mesh.expand(BATCH_AXES))
     by_axes: dict[tuple[str, ...], list[tuple[Bucket, Span]]] = {}
     over_stages: dict[Group, list[tuple[Bucket, Span]]] = {}
-    for bucket in store.buckets:
+    for bucket in sorted(store.buckets, key=lambda bucket: bucket.tie or ""):  # ties last, as in Gradients.finish
         for span in bucket.spans:
             replicas = span.layout.replica_axes(mesh)
             over_batch = tuple(axis for axis in replicas if axis in batch and axis not in bucket.shard_axes)

@@ -86,7 +86,8 @@ def _unfitting_request(config: Config, entry: Schedule) -> list[Problem]:
             group_size=pipeline.group_size,
             activation_limit=pipeline.activation_limit,
         )
-        if not entry.searched and 2 * request.stages * number <= CHEAP_ACTIONS:
+        own = pipeline.schedule.startswith(registry.CUSTOM)  # nobody has proven a file of the user before
+        if own or (not entry.searched and 2 * request.stages * number <= CHEAP_ACTIONS):
             prove(entry, request)
     except ScheduleError as error:
         where = f"parallel.pp={pp} and {number} micro-batches per rank, from batch.global_size"
@@ -113,6 +114,13 @@ def _unfitting_layers(config: Config, entry: Schedule) -> list[Problem]:
             partition(pipeline.layout, layers, stages)
         except PartitionError as error:
             return [Problem("pipeline.layout", f"pipeline.layout: {error} ({numbers}); or use null.")]
+    elif layers < stages and pipeline.virtual_stages is not None and entry.adjustable and layers >= pp:
+        message = (
+            f"pipeline.virtual_stages={per_rank} makes {stages} stages with parallel.pp={pp}, more than "
+            f"model.num_hidden_layers={layers}; use at most {layers // pp}, or say with pipeline.layout which stages "
+            "stay empty."
+        )
+        return [Problem("pipeline.virtual_stages", message)]
     elif layers < stages:
         fitting = [size for size in range(1, pp + 1) if pp % size == 0 and size * per_rank <= layers]
         use = f"use {choices(fitting)}" if fitting else "use fewer pipeline.virtual_stages"

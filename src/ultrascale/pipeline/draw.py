@@ -67,4 +67,5 @@ def _natural_width(timeline: Timeline) -> int:
     lengths = [event.end - event.start for event in timeline.events() if event.end > event.start]
     largest = max((event.action.micro_batch for event in timeline.events()), default=0)
     wanted = len(str(largest)) + 2
-    return max(1, round(float(timeline.makespan / min(lengths)) * wanted)) if lengths else 1
+    # The quotient of the longest and the shortest may be more than a float holds; no line is that wide.
+    return max(1, round(min(float(timeline.makespan / min(lengths)), 1e9) * wanted)) if lengths else 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ultrascale.pipeline.actions import Action, Kind, Plan
+from ultrascale.pipeline.actions import Action, Kind, Plan, ScheduleError
 from ultrascale.pipeline.activations import peak_activations, peak_bytes
 from ultrascale.pipeline.costs import Costs
 from ultrascale.pipeline.replay import replay
@@ -102,6 +103,10 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     active = [row for row in events if row]
     start = min((row[0].start for row in active), default=0)
     end = max((row[-1].end for row in active), default=0)
+    if end - start == math.inf:
+        raise ScheduleError(
+            "the costs add up to more than a number can hold; give smaller ones, in another unit of time"
+        )
     return Simulation(
         plan=compute,
         costs=costs,

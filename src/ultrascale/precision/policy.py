@@ -28,7 +28,7 @@ class Policy:
     compute: torch.dtype
     """Of the parameters that forward and backward read, and of the activations."""
     master: torch.dtype
-    """Of the optimizer's copy and its moments."""
+    """Of the optimizer's copy, and of its moments unless optimizer.state_dtype says otherwise."""
     accumulate: torch.dtype
     """In which gradients of micro-batches are added up."""
     reduce: torch.dtype

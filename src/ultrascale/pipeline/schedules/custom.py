@@ -85,6 +85,8 @@ def read(path: Path) -> Custom:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ScheduleError(f"{path} cannot be read: {reason}") from None
+    except ValueError as error:  # a NUL in the path
+        raise ScheduleError(f"{str(path)!r} cannot be read: {error}") from None
     given: dict[str, Any] = {}
     if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
         given = _json(path, text)
@@ -118,6 +120,8 @@ def _json(path: Path, text: str) -> dict[str, Any]:
         raise ScheduleError(f"{path}, row {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
     except RecursionError:
         raise ScheduleError(f"{path} is not a plan: its JSON is nested without end") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ScheduleError(f"{path} is not a plan: {error}") from None
     rows = given.get("actions") if isinstance(given, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ScheduleError(f'{path} is not a plan; write {{"actions": [["F0.0", "B0.0"], …]}}, a list for each rank')
