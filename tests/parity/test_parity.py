@@ -70,6 +70,23 @@ def test_schedule_equals_one_process(cell: Cell) -> None:
     check(cell)
 
 
+EXTRA = {"model.family": "extra_terms:Extra"}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(2, {"parallel.pp": 2, "pipeline.schedule": "1f1b", **EXTRA}),
+        Cell(2, {"parallel.pp": 2, "pipeline.schedule": "zb_v", **EXTRA, **TIED}),
+        Cell(4, {"parallel.pp": 4, "pipeline.schedule": "dualpipe", "batch.micro_size": 1, **EXTRA}),
+        Cell(4, {"parallel.dp": 2, "parallel.pp": 2, "parallel.zero_stage": 3, **EXTRA}),
+    ],
+    ids=str,
+)
+def test_terms_of_any_stage_are_part_of_the_objective(cell: Cell) -> None:
+    check(cell)
+
+
 @pytest.mark.parametrize("cell", zero.cover(), ids=str)
 def test_zero_stage_equals_one_process(cell: Cell) -> None:
     check(cell)

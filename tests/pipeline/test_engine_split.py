@@ -217,7 +217,7 @@ def test_a_graph_that_lives_until_the_weight_gradients_would_be_seen(monkeypatch
     kept: list[Any] = []
 
     def keeping(self: Engine, action: Action) -> None:
-        kept.append(self._in_flight[action.stage, action.micro_batch].root)
+        kept.append(self._in_flight[action.stage, action.micro_batch].roots)
         original(self, action)
 
     monkeypatch.setattr(Engine, "_input_backward", keeping)

@@ -30,8 +30,9 @@ class StageModule(Protocol):
 
     def __call__(
         self, hidden: torch.Tensor | None, batch: MicroBatch, current: Pass
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """[seq (/ tp), batch, hidden] → the same; from the last stage {term: sum}, or logits without labels."""
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]] | dict[str, torch.Tensor]:
+        """[seq (/ tp), batch, hidden] → the same, or with {term: sum} of what lies on this stage beside it (an extra
+        head, the balance of a router); from the last stage {term: sum} alone, or logits without labels."""
 
 
 class FamilyError(Exception):

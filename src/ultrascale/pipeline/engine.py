@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from ultrascale.comm import p2p
 from ultrascale.comm.collectives import Pending
@@ -29,7 +29,7 @@ from ultrascale.pipeline.actions import COMPUTE, SENDS, Action, Kind, Message, P
 from ultrascale.pipeline.releases import releases
 
 Outputs = list[dict[str, torch.Tensor]]
-"""What the last stage returned, micro-batch by micro-batch, detached; empty on other ranks."""
+"""The terms (or logits) that stages of this rank returned, detached, in the order in which their forwards ran."""
 
 
 ONE_WAY_SENDS = 2
@@ -53,8 +53,9 @@ class _InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
     input: torch.Tensor | None
-    root: torch.Tensor | GradientEdge
-    """The objective's scalar on the last stage; elsewhere the edge into the graph, without its output's memory."""
+    roots: tuple[Any, ...]
+    """Where backward starts: the edge into the graph that made the output, without the output's memory (not on the last
+    stage), and the scalar of the stage's own terms of the objective, if it has any."""
 
 
 Key = tuple[int, int]
@@ -199,22 +200,23 @@ class Engine:
         current = Pass(stage, number, self.gradients, self.weights)
         with self.ledger.during("forward"), torch.set_grad_enabled(training):
             out: Any = self.stages[stage](hidden, self._batch.micro_batches[number], current)
-            if stage == self.last_stage:
-                self._outputs.append({name: value.detach() for name, value in out.items()})
-                if training:
-                    scalar = self.objective.scalar(out, self._batch.denominators)
-                    self._in_flight[stage, number] = _InFlight(hidden, scalar)
-                return
+            onward, terms = _parts(out)
+            scalar = self.objective.scalar(terms, self._batch.denominators) if terms and training else None
+        if terms:
+            self._outputs.append({name: value.detach() for name, value in terms.items()})
         if training:
-            self._in_flight[stage, number] = _InFlight(hidden, get_gradient_edge(out))
-        self._hand_over("activation", stage, stage + 1, number, out.detach())
+            edge = None if onward is None else get_gradient_edge(onward)
+            roots = tuple(root for root in (edge, scalar) if root is not None)
+            self._in_flight[stage, number] = _InFlight(hidden, roots)
+        if onward is not None:
+            self._hand_over("activation", stage, stage + 1, number, onward.detach())
 
     def _backward(self, action: Action) -> None:
         stage, number = action.stage, action.micro_batch
         held = self._in_flight.pop((stage, number))
         gradient = None if stage == self.last_stage else self._take("gradient", stage, number)
         with self.ledger.during("backward"):
-            torch.autograd.backward(held.root, gradient)
+            torch.autograd.backward(held.roots, (gradient, None)[: len(held.roots)])
         if self.weights is not None:
             self.weights.end(stage, number)
         if stage > 0:
@@ -280,3 +282,10 @@ class Engine:
     def _reshard(self, action: Action) -> None:
         assert self.weights is not None
         self.weights.reshard(action.stage)
+
+
+def _parts(out: Any) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor]]:
+    """(what goes on to the next stage, terms of the objective) of what a stage returned."""
+    if isinstance(out, tuple):
+        return out
+    return (out, {}) if isinstance(out, torch.Tensor) else (None, out)
