@@ -43,7 +43,7 @@ class Muon(Algorithm):
     """M ← μM + G; W ← W − lr · (0.2 · √max(rows, columns) · orthogonal(G + μM) + decay · W), for each logical matrix.
 
     Nesterov's momentum and the iteration are Jordan's (2024); scale and decay are those of Liu et al. (2025, "Muon is
-    scalable for LLM training", eq. 4). Momentum and decay are a matter of elements, and done in the masters' dtype;
+    scalable for LLM training", §2.2). Momentum and decay are a matter of elements, and done in the masters' dtype;
     directions travel to where matrices are whole, and are made orthogonal there, in `dtype`.
 
     spans      of the matrices, on all ranks of the group
