@@ -49,11 +49,6 @@ def training_plan(config: Config) -> Plan:
     )
 
 
-def evaluation_plan(training: Plan) -> Plan:
-    """Forward only, over the same stages in the same places."""
-    return evaluation_program(training)
-
-
 def parameter_holders(config: Config, plan: Plan) -> dict[int | str, tuple[int, ...]]:
     """Stage, or tie → the pp coordinates that hold its parameters."""
     holders: dict[int | str, tuple[int, ...]] = {
@@ -153,7 +148,7 @@ def assemble(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torc
     pipeline = groups.of(["pp"])
     gathers = weights if store.sharding.stage else None
     engine = Engine(plan, stages, pipeline, objective, gradients, gathers, buffer)
-    evaluation = Engine(evaluation_plan(plan), stages, pipeline, objective, None, gathers, buffer)
+    evaluation = Engine(evaluation_program(plan), stages, pipeline, objective, None, gathers, buffer)
     return Assembly(
         config, mesh, rank, device, build.policy, groups, family, objective, split, plan, stages, store, gradients,
         optimizer, engine, evaluation,

@@ -127,10 +127,13 @@ class Layout:
         cut = self.split_axes(mesh)
         return tuple(leaf for leaf in mesh.leaves if leaf != "pp" and leaf not in cut)
 
-    def is_owner(self, mesh: Mesh, rank: int) -> bool:
-        """Whether `rank` is the one of its replicas that counts and saves the piece (ties over stages apart)."""
+    def is_owner(self, mesh: Mesh, rank: int, shard_axes: tuple[str, ...] = ()) -> bool:
+        """Whether `rank` is the one of its replicas that counts and saves the piece (copies over stages apart).
+
+        shard_axes   leaves over which replicas share the piece out (ZeRO): each owns its own part of it
+        """
         coordinates = mesh.coordinates(rank)
-        return all(coordinates[leaf] == 0 for leaf in self.replica_axes(mesh))
+        return all(coordinates[leaf] == 0 for leaf in self.replica_axes(mesh) if leaf not in shard_axes)
 
 
 @dataclass(frozen=True, slots=True)

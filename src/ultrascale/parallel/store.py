@@ -159,9 +159,8 @@ class Store:
 
     def counts(self, bucket: Bucket, span: Span) -> bool:
         """Whether this rank is the one that counts its elements of the span in the norm and saves them."""
-        coordinates = self.mesh.coordinates(self.rank)
-        replicas = (axis for axis in span.layout.replica_axes(self.mesh) if axis not in bucket.shard_axes)
-        return all(coordinates[axis] == 0 for axis in replicas) and self.copies_of(bucket).index == 0
+        owner = span.layout.is_owner(self.mesh, self.rank, bucket.shard_axes)
+        return owner and self.copies_of(bucket).index == 0
 
     def ties(self) -> list[Tie]:
         """Ties of the parameters on this rank."""
