@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -212,7 +213,19 @@ MODEL = {
 
 
 def live_bytes() -> int:
-    """Of all tensors that Python sees, each storage once."""
+    """Of all tensors that this program holds, each storage once.
+
+    The least of some readings: when a call is over, a thread of gloo's lets go of its tensors a moment later.
+    """
+    readings = []
+    for pause in (0.0, 0.001, 0.005, 0.02):
+        time.sleep(pause)
+        readings.append(_visible_bytes())
+    return min(readings)
+
+
+def _visible_bytes() -> int:
+    """Of all tensors that Python sees; one that only C++ holds is seen too, if Python has ever held it."""
     storages = {}
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor) and not thing.is_meta:
