@@ -33,9 +33,11 @@ from ultrascale.comm import collectives
 from ultrascale.comm.group import Group
 from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
+from ultrascale.kernels.attention_reference import ReferenceAttention
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import group_plan
 from ultrascale.models.batch import MicroBatch, StepBatch
+from ultrascale.parallel.context.attention import ContextAttention
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.layout import Constant, Kind, Layout, Use
 from ultrascale.parallel.module import Build, Module
@@ -136,7 +138,7 @@ def ours(plan: Plan, mesh: Mesh, rank: int, pipeline: Group, sleeps: Sleeps) -> 
     """A function that runs a step."""
     policy = Policy(*[torch.float32] * 4)
     alone = Group((), (rank,), 0, None, pipeline.ledger)
-    build = Build(mesh, rank, alone, False, policy, "none")
+    build = Build(mesh, rank, alone, False, policy, "none", ContextAttention.of_one_rank(rank, ReferenceAttention()))
     chunk = sleeps.of_chunk(max(len(plan.stages_of(r)) for r in range(plan.ranks)) if _single_copy(plan) else 1)
     stages = {s: SleepingStage(build, s, s == plan.stages - 1, chunk) for s in plan.stages_of(rank)}
     units = {stage: module.units() for stage, module in stages.items()}

@@ -18,12 +18,13 @@ import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from contestants import Contestant, answer
 
 MODEL = {
     "hidden_size": 256,
@@ -228,64 +229,29 @@ def worker(name: str) -> None:
     else:
         step = transformers_steps(fully_sharded=contestant == "transformers_fsdp2")
     rank = dist.get_rank() if world > 1 else 0
-    for line in sys.stdin:
+
+    def timed() -> dict[str, float]:
         start, cpu = time.perf_counter(), time.process_time()
         loss = step()
         if world > 1:
             dist.barrier()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"rank": rank, "s": seconds, "cpu": cpu, "peak": peak, "loss": loss}), flush=True)
-        del line
+        return {"rank": rank, "s": seconds, "cpu": cpu, "peak": peak, "loss": loss}
+
+    answer(timed)
 
 
-class Contestant:
-    """The processes of one layout, each waiting for its next step."""
-
-    def __init__(self, name: str, port: int) -> None:
-        self.name, self.world = name, LAYOUTS[name][1]
-        base = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "WORLD_SIZE": str(self.world)}
-        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--worker", name],
-                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(self.world)
-        ]
-        self.steps: list[list[dict[str, float]]] = []
-
-    def step(self, counted: bool) -> None:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write("step\n")
-            process.stdin.flush()
-        answers = []
-        for process in self.processes:
-            assert process.stdout is not None
-            answers.append(json.loads(process.stdout.readline()))
-        if counted:
-            self.steps.append(answers)
-
-    def close(self) -> None:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
-
-    def figures(self) -> dict[str, float]:
-        seconds = statistics.median(max(a["s"] for a in step) for step in self.steps)
-        cpu = statistics.median(sum(a["cpu"] for a in step) for step in self.steps)
-        return {
-            "processes": self.world,
-            "tokens_per_s": TOKENS / seconds,
-            "tokens_per_cpu_s": TOKENS / cpu,
-            "peak_memory_mib": max(a["peak"] for a in self.steps[-1]) / 2**20,
-            "loss": statistics.mean(a["loss"] for a in self.steps[-1]),
-        }
+def figures_of(contestant: Contestant) -> dict[str, float]:
+    seconds = statistics.median(max(a["s"] for a in step) for step in contestant.steps)
+    cpu = statistics.median(sum(a["cpu"] for a in step) for step in contestant.steps)
+    return {
+        "processes": contestant.world,
+        "tokens_per_s": TOKENS / seconds,
+        "tokens_per_cpu_s": TOKENS / cpu,
+        "peak_memory_mib": max(a["peak"] for a in contestant.steps[-1]) / 2**20,
+        "loss": statistics.mean(a["loss"] for a in contestant.steps[-1]),
+    }
 
 
 def main() -> int:
@@ -310,7 +276,7 @@ def main() -> int:
     torch.set_num_threads(1)
     asked = arguments.layouts
     names = [name for name in ZERO if name.endswith(asked[-2:])] if asked in ("zero_2", "zero_4") else asked.split(",")
-    contestants = [Contestant(name, 29700 + i) for i, name in enumerate(names)]
+    contestants = [Contestant(__file__, name, LAYOUTS[name][1], 1, 29700 + i) for i, name in enumerate(names)]
     rates = []
     try:
         for number in range(arguments.steps + 2):  # two to warm up
@@ -322,7 +288,7 @@ def main() -> int:
         for contestant in contestants:
             contestant.close()
     rate = statistics.median(rates)
-    figures = {c.name: c.figures() for c in contestants}
+    figures = {c.name: figures_of(c) for c in contestants}
     ratios = {
         f"{a} / {b}": figures[a]["tokens_per_s"] / figures[b]["tokens_per_s"]
         for a, b in PAIRS

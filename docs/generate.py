@@ -1,6 +1,7 @@
 """Writes the generated parts of the documentation; `make docs` runs it, and a test refuses stale ones.
 
 docs/config.md        every key, from the schema's own docstrings
+docs/zero.md          between its markers, what the ZeRO stages keep and send, from the formulas that tests check
 configs/schema.json   the JSON Schema that editors read through the modeline of a config
 """
 
@@ -14,7 +15,10 @@ from typing import Any
 from ultrascale.config import collect
 from ultrascale.config.load import load
 from ultrascale.config.problem import ConfigError
+from ultrascale.config.resolve import smallest_world
 from ultrascale.config.schema import Config, json_schema
+from ultrascale.models.sizes import llama_sizes
+from ultrascale.parallel import sharing
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,7 +66,7 @@ def config_page() -> str:
 
 def refused(schema: dict[str, Any]) -> list[str]:
     """What the packages' checks say about values that are not in this version: each choice of each key, tried."""
-    tries = ["parallel.cp=2", "parallel.ep=2", "init.from_hf=folder"]
+    tries = ["parallel.cp=2", "parallel.ep=2"]
     for section in Config.model_fields:
         for key, values in schema["$defs"][section.capitalize()]["properties"].items():
             choices = values.get("enum", [True] if values.get("type") == "boolean" else [])
@@ -96,21 +100,24 @@ def keys(prefix: str, model: Any, definitions: dict[str, Any]) -> Iterator[tuple
         yield f"{prefix}.{name}", kind(properties[name], definitions), default, text
         for inner in inner_models(properties[name]):
             yield from (
-                (f"{prefix}.{name}.{key}", shown, "required" if required else "", flat(about))
-                for key, shown, required, about in inner_keys(definitions[inner], definitions)
+                (f"{prefix}.{name}.{key}", shown, default, flat(about))
+                for key, shown, default, about in inner_keys(definitions[inner], definitions)
             )
 
 
 def inner_models(schema: dict[str, Any]) -> list[str]:
     """Names of the objects that a value may be, or may be a list of."""
-    options = [schema, *schema.get("anyOf", ())]
-    options += [option["items"] for option in options if "items" in option]
-    return list(dict.fromkeys(option["$ref"].rpartition("/")[2] for option in options if "$ref" in option))
+    names = [schema["$ref"].rpartition("/")[2]] if "$ref" in schema else []
+    parts = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *([schema["items"]] if "items" in schema else [])]
+    return list(dict.fromkeys([*names, *(name for part in parts for name in inner_models(part))]))
 
 
-def inner_keys(definition: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
+def inner_keys(definition: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """(key, type, default, description); a null that only means "not given" is left out."""
     for key, schema in definition["properties"].items():
-        yield key, kind(schema, definitions), key in definition.get("required", ()), schema.get("description", "")
+        default = "" if schema.get("default") is None else f"`{literal(schema['default'])}`"
+        default = "required" if key in definition.get("required", ()) else default
+        yield key, kind(schema, definitions), default, schema.get("description", "")
 
 
 def kind(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
@@ -118,8 +125,9 @@ def kind(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return "{" + ", ".join(definitions[name]["properties"]) + "}"
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(kind(option, definitions) for option in schema["anyOf"]))
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            return " or ".join(dict.fromkeys(kind(option, definitions) for option in schema[union]))
     if "enum" in schema:
         return " \\| ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
@@ -149,8 +157,68 @@ def flat(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
+# ---- docs/zero.md -----------------------------------------------------------------------------------------------
+
+MARKERS = "<!-- from here on written by docs/generate.py -->\n", "<!-- up to here -->\n"
+BFLOAT16 = sharing.Widths(compute=2, wide=4, moments=8)
+REPLICAS, MICRO_BATCHES = 64, 4
+"""Of the example."""
+
+
+def zero_page() -> str:
+    """docs/zero.md, with its table made anew."""
+    begin, end = MARKERS
+    before, _, rest = (ROOT / "docs" / "zero.md").read_text().partition(begin)
+    return before + begin + zero_table() + end + rest.partition(end)[2]
+
+
+def zero_table() -> str:
+    """Bytes per rank of every stage: the formula, and what it comes to for Llama 3 8B."""
+    loaded = load(ROOT / "configs" / "llama3_8b.yaml", ["parallel.tp=1"])
+    parameters = llama_sizes(collect.check(loaded, smallest_world(loaded.config))).parameters
+    header = f"at rest, N = {REPLICAS} | sent, M = {MICRO_BATCHES}"
+    rows = [f"| stage | shared out | bytes at rest | sent per step | {header} |", "|---|---|---|---|---|---|"]
+    for name, stage, kept in (("0", 0, False), ("1", 1, False), ("2", 2, False), ("3", 3, False), ("3, kept", 3, True)):
+        shared = [item for item, first in sharing.SHARED_FROM.items() if first <= stage]
+        held = sum(sharing.held_bytes(stage, item, parameters, REPLICAS, BFLOAT16) for item in sharing.SHARED_FROM)
+        sent = sharing.sent_bytes(stage, 2 * parameters, 4 * parameters, MICRO_BATCHES, REPLICAS, kept)
+        columns = (", ".join(shared) or "nothing", held_text(stage), sent_text(stage, kept), giga(held), giga(sent))
+        rows.append(f"| {name} | {' | '.join(columns)} |")
+    return "\n".join(rows) + "\n"
+
+
+def held_text(stage: int) -> str:
+    """`2P + (4P + 12P)/N`: weights, gradients, then masters and moments together."""
+    parts = (("weights",), ("gradients",), ("masters", "moments"))
+    texts = [f"{sum(BFLOAT16.of(item) for item in items)}P" for items in parts]
+    shared = [stage >= sharing.SHARED_FROM[items[0]] for items in parts]
+    whole = [text for text, cut in zip(texts, shared, strict=True) if not cut]
+    cut = [text for text, cut in zip(texts, shared, strict=True) if cut]
+    together = f"({' + '.join(cut)})" if len(cut) > 1 else "".join(cut)
+    return " + ".join([*whole, *([f"{together}/N"] if cut else [])])
+
+
+def sent_text(stage: int, kept: bool) -> str:
+    """`P + M·G`: what M micro-batches send, from what one and two do."""
+    counts = {
+        "P": [sharing.gathers(stage, m, kept) for m in (1, 2)],
+        "G": [sharing.reductions(stage, m) for m in (1, 2)],
+    }
+    terms = []
+    for symbol, (one, two) in counts.items():
+        each = two - one
+        terms += [f"{'' if each == 1 else each}M·{symbol}"] if each else []
+        terms += [f"{'' if one - each == 1 else one - each}{symbol}"] if one - each else []
+    return " + ".join(terms)
+
+
+def giga(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
 GENERATED = {
     "docs/config.md": config_page,
+    "docs/zero.md": zero_page,
     "configs/schema.json": lambda: json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
 }
 """File → what it must hold."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,18 @@ from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
 from ultrascale.config.resolve import resolve
 from ultrascale.config.schema import Config
+from ultrascale.data.loader import MicroArrays
+from ultrascale.kernels.attention_reference import ReferenceAttention
 from ultrascale.mesh.axes import Mesh
-from ultrascale.models.batch import MicroBatch, StepBatch
+from ultrascale.models.batch import StepBatch
 from ultrascale.parallel.buckets import Bucket, Span
+from ultrascale.parallel.context.attention import ContextAttention
+from ultrascale.parallel.context.split import Documents
 from ultrascale.parallel.cross_entropy import NO_TARGET
 from ultrascale.parallel.module import Build
 from ultrascale.parallel.store import Store
 from ultrascale.precision.policy import Policy
+from ultrascale.step import micro_batch
 
 BASE: dict[str, Any] = {
     "run.steps": 1,
@@ -76,6 +82,7 @@ def by_hand(config: Config, rank: int) -> Build:
         sequence_parallel=bool(config.parallel.sequence_parallel) and config.parallel.tp > 1,
         policy=Policy.of(config),
         recompute=config.recompute.mode,
+        attention=ContextAttention.of_one_rank(rank, ReferenceAttention()),
     )
 
 
@@ -89,17 +96,29 @@ def tokens(config: Config, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, labels
 
 
-def step_batch_of(assembly: Assembly, inputs: torch.Tensor, labels: torch.Tensor | None) -> StepBatch:
-    """This rank's micro-batches of a global batch; without labels the last stage returns logits."""
+def step_batch_of(
+    assembly: Assembly, inputs: torch.Tensor, labels: torch.Tensor | None, documents: Sequence[Documents] | None = None
+) -> StepBatch:
+    """This rank's micro-batches of a global batch; without labels the last stage returns logits.
+
+    documents   of each sequence, where its documents begin; positions do not restart there
+    """
     config, mesh, axes = assembly.config, assembly.mesh, ["dp", "ep"]
     share = inputs.shape[1] // mesh.size(axes)
     first, size = share * mesh.index(assembly.rank, axes), config.batch.micro_size
     micro_batches = []
     for start in range(first, first + share, size):
         part = slice(start, start + size)
-        positions = torch.arange(inputs.shape[0]).unsqueeze(1).expand(-1, size).contiguous()
-        own = (labels[:, part].contiguous(),) if labels is not None else ()
-        micro_batches.append(MicroBatch(inputs[:, part].contiguous(), own, positions))
+        arrays = MicroArrays(
+            inputs=inputs[:, part].numpy(),
+            labels=(inputs if labels is None else labels)[:, part].numpy(),
+            positions=np.repeat(np.arange(inputs.shape[0])[:, None], size, axis=1),
+            further_labels=(),
+            samples=np.arange(start, start + size),
+            documents=None if documents is None else tuple(documents[part]),
+        )
+        made = micro_batch(assembly, arrays)
+        micro_batches.append(made if labels is not None else replace(made, labels=()))
     targets = 0 if labels is None else int((labels != NO_TARGET).sum())
     return StepBatch(micro_batches, {"targets": targets, "rows": inputs.shape[1]})
 

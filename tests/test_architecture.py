@@ -22,7 +22,8 @@ PACKAGE = ROOT / "src" / "ultrascale"
 
 ORDER = (
     "config", "mesh", "comm", "precision", "kernels", "parallel", "models", "pipeline", "optim", "data", "checkpoint",
-    "observe", "assembly", "step", "trainer", "planner", "verify", "generation", "generation_command", "train", "cli",
+    "observe", "assembly", "step", "trainer", "planner", "verify", "generation", "generation_command", "reshard",
+    "checkpoint_command", "train", "cli",
 )  # fmt: skip
 """A package or module imports only what stands before it."""
 
@@ -34,20 +35,22 @@ DYNAMIC = {
 """Files that may import a module by a name that is only known when they run, and which."""
 
 NEEDS_TORCH = (
-    "checkpoint/read.py", "checkpoint/snapshots.py", "checkpoint/state.py", "checkpoint/write.py",
+    "checkpoint/first_weights.py", "checkpoint/read.py", "checkpoint/snapshots.py", "checkpoint/state.py",
+    "checkpoint/write.py",
     "comm/agreement.py", "comm/collectives.py", "comm/differentiable.py", "comm/group.py", "comm/p2p.py",
     "comm/process_groups.py", "comm/turns.py",
-    "kernels/",
-    "models/batch.py", "models/llama.py", "models/rope.py", "models/transformer.py",
+    "kernels/attention", "kernels/private_torch.py", "kernels/reference.py",
+    "models/batch.py", "models/llama.py", "models/qwen3.py", "models/rope.py", "models/transformer.py",
     "optim/adamw.py", "optim/algorithm.py", "optim/muon.py", "optim/offload.py", "optim/optimizer.py",
     "optim/segments.py", "optim/sgd.py", "optim/whole_matrices.py",
-    "parallel/buckets.py", "parallel/cross_entropy.py", "parallel/gradients.py", "parallel/init.py",
+    "parallel/buckets.py", "parallel/context/attention.py", "parallel/context/gather.py", "parallel/context/ring.py",
+    "parallel/context/ulysses.py", "parallel/cross_entropy.py", "parallel/gradients.py", "parallel/init.py",
     "parallel/module.py", "parallel/objective.py", "parallel/passes.py", "parallel/reduction.py",
     "parallel/replicas.py", "parallel/store.py", "parallel/tensor.py", "parallel/weights.py",
     "parallel/whole_tokens.py",
     "pipeline/engine.py",
     "precision/policy.py",
-    "assembly.py", "generation.py", "step.py", "trainer.py",
+    "assembly.py", "generation.py", "reshard.py", "step.py", "trainer.py",
 )  # fmt: skip
 """Every other file answers without torch: configs, plans, schedules, token files, manifests, commands."""
 
@@ -222,7 +225,9 @@ def no_group_is_global(source: Source) -> Breaches:
 
 @rule
 def private_torch_stays_in_one_file(source: Source) -> Breaches:
-    """There is no such file yet; the first need for one makes it, with a reason for each name."""
+    """kernels/private_torch.py has a reason for each name."""
+    if source.path == "kernels/private_torch.py":
+        return
     for line, name in reached(source):
         parts = name.split(".")
         if parts[0] == "torch" and any(part.startswith("_") and not part.endswith("__") for part in parts):

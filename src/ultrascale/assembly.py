@@ -12,11 +12,15 @@ from ultrascale.comm.collectives import gather_json
 from ultrascale.comm.group import Group
 from ultrascale.comm.process_groups import Groups
 from ultrascale.config.schema import Config
+from ultrascale.kernels.choice import attention_backend
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import GroupSpec, group_plan
 from ultrascale.models.family import Family, StageModule, load_family
 from ultrascale.optim.groups import uses
 from ultrascale.optim.optimizer import Optimizer, make_optimizer
+from ultrascale.parallel.bucket_size import bucket_bytes
+from ultrascale.parallel.context.attention import ContextAttention
+from ultrascale.parallel.context.split import Cut, padded_length
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.layout import BATCH_AXES, Layout
 from ultrascale.parallel.module import Build, stored_tensors
@@ -88,7 +92,7 @@ class Assembly:
     evaluation: Engine
 
 
-def make_build(config: Config, mesh: Mesh, rank: int, groups: Groups) -> Build:
+def make_build(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torch.device) -> Build:
     """What layers of this rank are built with."""
     return Build(
         mesh=mesh,
@@ -97,6 +101,13 @@ def make_build(config: Config, mesh: Mesh, rank: int, groups: Groups) -> Build:
         sequence_parallel=bool(config.parallel.sequence_parallel) and config.parallel.tp > 1,
         policy=Policy.of(config),
         recompute=config.recompute.mode,
+        attention=ContextAttention.of(
+            Cut.of(config),
+            gathers=config.context.method == "allgather",
+            ring=groups.of(["cp_ring"]),
+            ulysses=groups.of(["cp_ulysses"]),
+            backend=attention_backend(config, device),
+        ),
     )
 
 
@@ -106,31 +117,47 @@ def logical_parameters(config: Config, family: Family, build: Build) -> list[Lay
     return [layout for entry in stored_tensors(whole.units()) for layout in entry.stored.members]
 
 
+def make_stages(family: Family, build: Build, plan: Plan, split: Split) -> dict[int, StageModule]:
+    """The stages of this rank, on the meta device."""
+    return {
+        stage: family.stage(build, split[stage].layers, split[stage].embedding, split[stage].head)
+        for stage in plan.stages_of(build.mesh.index(build.rank, ["pp"]))
+    }
+
+
+def make_store(
+    config: Config,
+    family: Family,
+    build: Build,
+    plan: Plan,
+    stages: Mapping[int, StageModule],
+    groups: Groups,
+    device_type: str,
+) -> Store:
+    """What of the stages' parameters is this rank's, and where; without memory yet."""
+    holders = parameter_holders(config, plan)
+    return Store(
+        {stage: module.units() for stage, module in stages.items()},
+        build.mesh,
+        build.rank,
+        build.policy,
+        Sharding.on(build.mesh, config.parallel.zero_stage, BATCH_AXES),
+        group_of=groups.of,
+        copies_of=lambda held: groups.of((), pipeline=holders[held]),
+        bucket_bytes=bucket_bytes(config, build.mesh, family.sizes().parameters, device_type),
+    )
+
+
 def assemble(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torch.device) -> Assembly:
     """Builds this rank's share of the run: stages on the meta device, then buckets that give them memory."""
     family = load_family(config.model.family)(config)
     objective = Objective(family.terms())
-    build = make_build(config, mesh, rank, groups)
+    build = make_build(config, mesh, rank, groups, device)
 
     plan = training_plan(config)
     split = split_of(config, plan)
-    coordinate = mesh.index(rank, ["pp"])
-    stages = {
-        stage: family.stage(build, split[stage].layers, split[stage].embedding, split[stage].head)
-        for stage in plan.stages_of(coordinate)
-    }
-
-    holders = parameter_holders(config, plan)
-    store = Store(
-        {stage: module.units() for stage, module in stages.items()},
-        mesh,
-        rank,
-        build.policy,
-        Sharding.on(mesh, config.parallel.zero_stage, BATCH_AXES),
-        group_of=groups.of,
-        copies_of=lambda held: groups.of((), pipeline=holders[held]),
-        bucket_bytes=config.parallel.bucket_bytes,
-    )
+    stages = make_stages(family, build, plan, split)
+    store = make_store(config, family, build, plan, stages, groups, device.type)
     store.materialise(device, config.run.seed)
     weights = Weights(store, config.parallel.prefetch, config.parallel.overlap)
     weights.publish()
@@ -139,7 +166,7 @@ def assemble(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torc
     optimizer = make_optimizer(config, weights, layouts)
 
     def buffer(sequences: int) -> torch.Tensor:
-        tokens = config.batch.sequence_length // config.parallel.cp
+        tokens = padded_length(config) // config.parallel.cp
         if build.sequence_parallel:
             tokens //= config.parallel.tp
         shape = (tokens, sequences, config.model.hidden_size)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ultrascale.assembly import Assembly
@@ -15,6 +16,7 @@ from ultrascale.models.batch import MicroBatch, StepBatch
 from ultrascale.observe.memory import peak_memory
 from ultrascale.optim.optimizer import clip_coefficient
 from ultrascale.optim.schedule import learning_rate
+from ultrascale.parallel.context.split import Cut, Ints, own_tokens, padded_length
 from ultrascale.parallel.cross_entropy import NO_TARGET
 
 
@@ -36,25 +38,39 @@ class StepResult:
 
 
 def step_batch(assembly: Assembly, arrays: Sequence[MicroArrays]) -> StepBatch:
-    """This rank's arrays as tensors, with the denominators of the global batch."""
-    device = assembly.device
-    return with_denominators(
-        assembly,
-        [
-            MicroBatch(
-                inputs=torch.from_numpy(a.inputs).to(device),
-                labels=tuple(torch.from_numpy(labels).to(device) for labels in (a.labels, *a.further_labels)),
-                positions=torch.from_numpy(a.positions).to(device),
-            )
-            for a in arrays
-        ],
+    """This rank's tokens of its replica's arrays, with the denominators of the global batch."""
+    return with_denominators(assembly, [micro_batch(assembly, a) for a in arrays])
+
+
+def micro_batch(assembly: Assembly, arrays: MicroArrays) -> MicroBatch:
+    """Whole sequences → what this cp rank holds of them: labels were shifted before, and everything follows its token.
+
+    The one place where `context.pad` lengthens a sequence: by a document of its own that holds no target.
+    """
+    config, cut = assembly.config, Cut.of(assembly.config)
+    length, documents = config.batch.sequence_length, arrays.documents
+    padding = padded_length(config) - length
+    if padding:
+        documents = tuple((*row, length) for row in documents or ((0,),) * arrays.inputs.shape[1])
+
+    def own(x: Ints, fill: int) -> torch.Tensor:
+        padded = np.pad(x, ((0, padding), (0, 0)), constant_values=fill)
+        index = assembly.mesh.index(assembly.rank, ["cp"])
+        return torch.from_numpy(own_tokens(padded, documents, cut, index)).to(assembly.device)
+
+    return MicroBatch(
+        inputs=own(arrays.inputs, 0),
+        labels=tuple(own(labels, NO_TARGET) for labels in (arrays.labels, *arrays.further_labels)),
+        positions=own(arrays.positions, 0),
+        documents=documents,
     )
 
 
 def with_denominators(assembly: Assembly, micro_batches: Sequence[MicroBatch]) -> StepBatch:
     """Counts targets and rows of the global batch, in one small all-reduce, before anything is computed."""
     targets = sum(int((m.labels[0] != NO_TARGET).sum()) for m in micro_batches)
-    rows = sum(m.inputs.shape[1] for m in micro_batches)
+    first = assembly.mesh.index(assembly.rank, ["cp"]) == 0  # all cp ranks hold parts of the same rows
+    rows = sum(m.inputs.shape[1] for m in micro_batches) if first else 0
     counts = torch.tensor([targets, rows], dtype=torch.int64, device=assembly.device)
     group = assembly.groups.of(["dp", "ep", "cp"])
     with group.ledger.during("batch"):

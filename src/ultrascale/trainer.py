@@ -9,10 +9,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
 from types import FrameType
 from typing import Any
 
@@ -34,6 +37,7 @@ from ultrascale.comm import collectives
 from ultrascale.comm.agreement import together
 from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
+from ultrascale.config.meaning import other_samples
 from ultrascale.config.problem import ConfigError
 from ultrascale.config.schema import Config
 from ultrascale.data.errors import DataError
@@ -41,6 +45,7 @@ from ultrascale.data.loader import Data, differences
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import describe
 from ultrascale.models.family import FamilyError
+from ultrascale.models.sizes import mean_keys
 from ultrascale.observe import mfu
 from ultrascale.observe.console import Console, StartUp
 from ultrascale.observe.memory import keep_freed_memory, peak_memory
@@ -110,6 +115,7 @@ class Trainer:
         self.groups = create(self.mesh, planned_groups(config, self.mesh), self.ledger, config.parallel.timeout_seconds)
         self.console = Console(config.run.steps, rank=rank, every=config.observe.console_every)
         self._stop_asked, self._asked_at = False, 0.0
+        self.tokens = 0
         self._handlers: dict[int, Any] = {}
         self.folder = self._claim_folder()
         self.step = self.folder.last_step
@@ -168,7 +174,7 @@ class Trainer:
             validation = self._evaluate() if _due(step, config.evaluation.every) else None
             self._record(result, seconds, validation)
             if _due(step, config.observe.replica_check_every):
-                check_replicas(self.assembly.store)
+                check_replicas(self.assembly.optimizer.weights)
             if _due(step, config.checkpoint.every) or (step == config.run.steps and config.checkpoint.every):
                 self._save(step)
                 saved = step
@@ -212,24 +218,36 @@ class Trainer:
             # A finished run that saved nothing is finished all the same; one that is to go on further cannot.
             done = collectives.gather_json(self.folder.finished_step, self.groups.world)[0]
             if done >= self.config.run.steps:
+                self.tokens = done * self._tokens_of_a_step()
                 return done
             if self.folder.last_step:
                 self.console.say(
                     f"notice: {self.folder.last_step} steps were done here and none was saved: from step 1"
                 )
+            if self.config.init.from_hf is not None:
+                self.snapshots.start_from_hf(Path(self.config.init.from_hf))
+                self.folder.event("first_weights", path=self.config.init.from_hf)
             return 0
         go_back = self.config.run.resume not in ("auto", "never")
-        step = self.snapshots.restore(found, go_back).step
+        manifest = self.snapshots.restore(found, go_back)
+        step, self.tokens = manifest.step, tokens_so_far(manifest.header)
         for path in self.snapshots.set_aside:
             self.console.say(f"notice: back to step {step}, {path} is set aside; run.resume=auto goes on from here")
         self.folder.event("resume", step=step, checkpoint=str(found))
+        if changed := self.snapshots.permitted:
+            said = [change.text for change in changed]
+            if other_samples(changed):
+                first = self.data.position(step)["samples"]
+                said.append(f"samples go on at number {first} of another order: text of earlier steps may come again")
+            self.folder.event("allowed_changes", step=step, changes=said)
+            self.console.say(f"notice: from step {step + 1} on by checkpoint.allow_changes: {'; '.join(said)}")
         return step
 
     def _save(self, step: int) -> None:
         check_finite(self.assembly)
         self.folder.sync()
         begun = time.perf_counter()
-        folder = self.snapshots.save(step, self.data.position(step))
+        folder = self.snapshots.save(step, {**self.data.position(step), "tokens": self.tokens})
         self.folder.status("running", step)
         self.folder.event("checkpoint", step=step, path=str(folder), seconds=time.perf_counter() - begun)
 
@@ -238,7 +256,7 @@ class Trainer:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             self._handlers[number] = signal.signal(number, self._on_signal)
         self.parameters = check_build(assembly)
-        check_replicas(assembly.store)
+        check_replicas(assembly.optimizer.weights)
         self.folder.write_config(config_tree(config))
         self.folder.write_manifest(self._manifest())
         self.folder.cut_back(self.step)
@@ -247,7 +265,7 @@ class Trainer:
         if config.profile.timeline:
             assembly.engine.timeline = []
         sizes = assembly.family.sizes()
-        keys = mfu.causal_keys(config.batch.sequence_length)
+        keys = mean(mean_keys(config, layer) for layer in range(config.model.num_hidden_layers))
         self._flops_per_token = mfu.flops_per_token(sizes.matmul_parameters, 2 * sizes.attention_width, keys)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         self._peak = mfu.peak_flops(name, config.precision.compute)
@@ -268,6 +286,7 @@ class Trainer:
                 precision=self._precision(),
                 steps=config.run.steps,
                 first_step=self.step + 1,
+                tokens_before=self.tokens,
                 notes={"MFU": f"{mfu.FORMULA}; peak {self._peak or 'unknown'}"}
                 | ({"layers": layers} if layers else {}),
             )
@@ -326,6 +345,8 @@ class Trainer:
 
     def _check_first_loss(self, result: StepResult) -> None:
         """An untrained model knows nothing: its first loss is near ln(vocabulary) under every layout."""
+        if self.config.init.from_hf is not None:
+            return
         expected, found = math.log(self.config.model.vocab_size), result.report["lm_loss"]
         if self.step == 1 and abs(found - expected) > FIRST_LOSS_TOLERANCE * expected:
             self.folder.event("first_loss", step=1, loss=found, expected=expected)
@@ -348,16 +369,19 @@ class Trainer:
             ],
         )
 
+    def _tokens_of_a_step(self) -> int:
+        return self.config.batch.global_size * self.config.batch.sequence_length
+
     def _record(self, result: StepResult, seconds: float, validation: float | None) -> None:
-        config = self.config
-        tokens = config.batch.global_size * config.batch.sequence_length
+        tokens = self._tokens_of_a_step()
+        self.tokens += tokens
         rate = tokens / seconds
         record: dict[str, Any] = {
             "step": self.step,
             **result.report,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            "tokens": tokens * self.step,
+            "tokens": self.tokens,
             "tokens_per_s": rate,
             "step_time_s": seconds,
             "mfu": mfu.mfu(rate, self._flops_per_token, self.mesh.world_size, self._peak),
@@ -403,10 +427,17 @@ class Trainer:
                 "layers": [list(stage.layers) for stage in self.assembly.split],
             },
             "precision": self._precision(),
+            "bucket_bytes": self.assembly.store.bucket_bytes,
             "parameters": self.parameters,
             "mfu_formula": mfu.FORMULA,
             "versions": _versions(),
         }
+
+
+def tokens_so_far(header: Mapping[str, Any]) -> int:
+    """Tokens read up to a checkpoint: not those of a step times the step, where sequences became longer in between."""
+    batch = header["config"]["batch"]
+    return header["data_position"].get("tokens", header["step"] * batch["global_size"] * batch["sequence_length"])
 
 
 def config_tree(config: Config) -> dict[str, Any]:

@@ -45,18 +45,18 @@ from ultrascale.config.resolve import resolve, smallest_world
             ["parallel.tp=4", "batch.sequence_length=66"],
             4,
             "batch.sequence_length=66 is not a multiple of 4 (parallel.tp=4 with parallel.sequence_parallel); "
-            "use 64 or 68, or parallel.sequence_parallel=false",
+            "use 64 or 68, or context.pad=true, or parallel.sequence_parallel=false",
         ),
         (
             ["parallel.cp=4", "parallel.tp=2", "batch.sequence_length=68"],
             8,
             "batch.sequence_length=68 is not a multiple of 8 (2·parallel.cp=8, zigzag; parallel.tp=2 with "
-            "parallel.sequence_parallel); use 64 or 72, or context.split=contiguous",
+            "parallel.sequence_parallel); use 64 or 72, or context.pad=true, or context.split=contiguous, or parallel.",
         ),
         (
             ["parallel.cp=3", "context.split=contiguous"],
             3,
-            "batch.sequence_length=64 is not a multiple of 3 (parallel.cp=3); use 63 or 66",
+            "batch.sequence_length=64 is not a multiple of 3 (parallel.cp=3); use 63 or 66, or context.pad=true",
         ),
         (["batch.sequence_length=512"], 1, "batch.sequence_length=512 is longer than model.max_position_embeddings"),
         (
@@ -67,12 +67,23 @@ from ultrascale.config.resolve import resolve, smallest_world
         (["parallel.prefetch=2", "parallel.zero_stage=2"], 1, "parallel.prefetch has no effect"),
         (["parallel.keep_gathered=true"], 1, "parallel.keep_gathered has no effect under parallel.zero_stage=0"),
         (["parallel.dp_shard=1"], 1, "parallel.dp_shard has no effect under parallel.zero_stage=0; leave it out"),
-        (["parallel.cp=2"], 2, "parallel.cp=2: context parallelism is not in this version; use 1"),
+        (
+            ["parallel.cp=8", "model.num_attention_heads=4", "context.method=ulysses"],
+            8,
+            "context.method=ulysses gives each of parallel.cp=8 ranks whole heads, and the 4 query heads of a tp rank "
+            "(model.num_attention_heads / parallel.tp) do not divide; use hybrid, or ring",
+        ),
+        (
+            ["parallel.cp=4", "context.method=hybrid", "context.ulysses_size=3"],
+            4,
+            "context.ulysses_size=3 does not divide parallel.cp=4; use 1, 2 or 4",
+        ),
+        (["context.ulysses_size=2"], 1, "context.ulysses_size=2 has no effect under context.method=ring; leave it out"),
+        (["model.layer_types=[full_attention]"], 1, "model.layer_types has 1 entries, and model.num_hidden_layers="),
         (["parallel.ep=2"], 2, "parallel.ep=2: expert parallelism is not in this version; use 1"),
         (["precision.compute=fp8"], 1, "precision.compute=fp8 is not in this version; use bfloat16"),
         (["precision.compute=float16"], 1, "precision.compute=float16 is not in this version; use bfloat16"),
         (["checkpoint.asynchronous=true"], 1, "checkpoint.asynchronous=true: saving while training goes on is not"),
-        (["init.from_hf=x"], 1, "init.from_hf=x: Hugging Face weights are not read in this version; use null"),
         (["model.family=lama"], 1, "model.family=lama is not a family of this version; did you mean llama?"),
         (["model.family=gpt"], 1, "model.family=gpt is not a family of this version; use llama, or package.module:F"),
         (["model.family=no_such_package.m:F"], 1, "Python finds no package no_such_package; install it, or add it"),

@@ -167,9 +167,13 @@ OTHER = {
     "parallel.deterministic_reduction": "true", "parallel.timeout_seconds": "5",
     "pipeline.schedule": "gpipe", "pipeline.virtual_stages": "2", "pipeline.layout": "[3,5]",
     "pipeline.group_size": "4", "pipeline.activation_limit": "6", "pipeline.costs": "F=2",
-    "context.method": "ulysses", "context.split": "contiguous",
+    "context.method": "ulysses", "context.split": "contiguous", "context.ulysses_size": "2", "context.pad": "true",
+    "kernels.attention": "reference", "model.sliding_window": "8",
+    "model.layer_types": "[sliding_attention, sliding_attention]",
     "batch.global_size": "32", "batch.micro_size": "4", "batch.sequence_length": "128",
     "data.train": "[{path: a, weight: 2}]", "data.validation": "null", "data.tokenizer": "t.json",
+    "data.document_mask": "true", "data.reset_positions": "true", "data.packing": "best_fit",
+    "data.cut_documents": "true",
     "optimizer.name": "sgd", "optimizer.lr": "1", "optimizer.weight_decay": "0", "optimizer.betas": "[0.8,0.9]",
     "optimizer.eps": "1e-6", "optimizer.momentum": "0.9", "optimizer.max_norm": "null",
     "optimizer.groups": "[{kind: norm, lr_scale: 0.5}]", "optimizer.newton_schulz_dtype": "bfloat16",
@@ -179,7 +183,8 @@ OTHER = {
     "precision.compute": "float64", "precision.recipe": "x", "precision.reduce": "bfloat16",
     "recompute.mode": "full", "evaluation.every": "5", "evaluation.batches": "2",
     "checkpoint.every": "1", "checkpoint.keep": "null", "checkpoint.asynchronous": "true",
-    "checkpoint.verify": "sampled", "init.from_hf": "x", "observe.console_every": "2",
+    "checkpoint.verify": "sampled", "checkpoint.allow_changes": "[model.rope_theta]",
+    "init.from_hf": "x", "observe.console_every": "2",
     "observe.replica_check_every": "5", "profile.timeline": "true",
 }  # fmt: skip
 
@@ -196,8 +201,8 @@ def test_every_key_reaches_the_config_and_no_other_does(key: str) -> None:
 def test_every_key_is_read_outside_the_config_package() -> None:
     source = DEBUG.parents[1] / "src" / "ultrascale"
     code = "\n".join(file.read_text() for file in source.rglob("*.py") if file.parent.name != "config")
-    # rope_type has one value; context.method matters for cp > 1, which is refused in this version.
-    spared = {"model.rope_scaling", "context.method"}
+    # context.method matters for cp > 1, which is refused in this version.
+    spared = {"context.method"}
     dead = [key for key in OTHER if key not in spared and key.rsplit(".", 1)[-1] not in code]
     assert dead == []
 

@@ -24,14 +24,28 @@ def config(
     seed: int = 1,
     dp: int | None = 1,
     ep: int = 1,
+    **data: Any,
 ) -> Any:
+    """What the package reads of a config; `data` are keys of its data section that differ from their defaults."""
+
     def entries(setting: Any) -> Any:
         if isinstance(setting, list):
             return [SimpleNamespace(path=path, weight=weight) for path, weight in setting]
         return setting
 
     return SimpleNamespace(
-        data=SimpleNamespace(train=entries(train), validation=entries(validation), tokenizer=tokenizer),
+        data=SimpleNamespace(
+            **{
+                "train": entries(train),
+                "validation": entries(validation),
+                "tokenizer": tokenizer,
+                "document_mask": False,
+                "reset_positions": False,
+                "packing": "none",
+                "cut_documents": False,
+                **data,
+            }
+        ),
         batch=SimpleNamespace(global_size=global_size, micro_size=micro_size, sequence_length=sequence_length),
         model=SimpleNamespace(vocab_size=vocab_size),
         run=SimpleNamespace(seed=seed),

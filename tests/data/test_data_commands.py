@@ -80,7 +80,25 @@ def test_a_check_of_damaged_files_exits_1_and_goes_on_to_the_others(
     assert "token 1 has id 2, outside [0, 2)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["prepare", "info", "check"])
+def test_documents_are_packed_and_what_it_takes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write_tokens(tmp_path / "p", [[1] * 7, [2] * 4, [3] * 3, [4] * 5])
+    assert data("pack", prefix, "--sequence-length", 10) == 0
+    out = capsys.readouterr().out
+    assert f"{prefix}.packed-10: 4 documents in 2 sequences of 10 tokens, 5.000% padding" in out
+    assert "the longest document has 7 tokens" in out
+    assert "use with: data.packing=best_fit batch.sequence_length=10" in out
+    assert data("pack", prefix, "--sequence-length", 5, "--cut-documents", "--json") == 0
+    captured = capsys.readouterr()
+    [packed] = json.loads(captured.out)
+    assert (packed["bins"], packed["path"]) == (4, f"{prefix}.packed-5-cut")
+    assert packed["padding_share"] == pytest.approx(0.05)
+    assert data("pack", prefix, "--sequence-length", 5) == 2
+    assert "document 0 has 7 tokens" in capsys.readouterr().err
+    assert data("pack", prefix, "--sequence-length", 0) == 2
+    assert "--sequence-length 0 is not at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["prepare", "info", "check", "pack"])
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         data(command, "--help")

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale.kernels import reference
-from ultrascale.kernels.attention import causal_attention
 from ultrascale.models.transformer import _SplitHeads
 
 SHAPES = [(1, 1, 2), (3, 2, 8), (5, 1, 6), (2, 4, 64)]
@@ -136,22 +135,6 @@ def test_splitting_a_fused_qkv_has_autograds_gradient() -> None:
     close(qkv.grad, twin.grad)
 
 
-# ---- attention --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_attention_is_causal_softmax_over_grouped_heads(heads: int, kv_heads: int) -> None:
-    seq, batch, head_dim = 7, 2, 8
-    q, k, v = (draw(seq, batch, n, head_dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
-    out = causal_attention(q, k, v)
-    for head in range(heads):
-        kv = head // (heads // kv_heads)
-        for row in range(batch):
-            scores = q[:, row, head] @ k[:, row, kv].t() / head_dim**0.5
-            weights = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -torch.inf).softmax(-1)
-            close(out[:, row, head], weights @ v[:, row, kv])
-
-
 # ---- dtypes -----------------------------------------------------------------------------------------------------
 
 ROUNDED: dict[str, Callable[[torch.dtype], list[torch.Tensor]]] = {
@@ -163,7 +146,6 @@ ROUNDED: dict[str, Callable[[torch.dtype], list[torch.Tensor]]] = {
         reference.rotate(draw(4, 2, 3, 8, dtype=dtype), *angles(4, 2, 4, torch.float32)),
         reference.rotate(draw(4, 2, 3, 8, dtype=dtype), *angles(4, 2, 4, torch.float32), backward=True),
     ],
-    "attention": lambda dtype: [causal_attention(*(draw(4, 2, 2, 8, dtype=dtype) for _ in range(3)))],
 }
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from our_side import ours
+from their_rope import their_config as rope_config
+from their_rope import their_scaled
 from transformers.models.llama import modeling_llama
 
 from pool import pool
@@ -31,10 +33,14 @@ SCALING = {
     # Short, so that of the few frequencies of a small head some are kept, some blended and some stretched.
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped heads": {"model.num_key_value_heads": 2},
     "tied": {"model.num_key_value_heads": 4, "model.tie_word_embeddings": True, "model.vocab_size": 257},
     "one kv head, rope scaled": {"model.num_key_value_heads": 1, "model.rope_scaling": SCALING},
+    "yarn": {"model.rope_scaling": YARN},
+    "yarn with mscale": {"model.rope_scaling": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    "linear": {"model.rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "tied, rope scaled": {
         "model.tie_word_embeddings": True,
         "model.rope_scaling": SCALING,
@@ -62,29 +68,24 @@ def their_name(name: str) -> str:
 
 def their_config(config: Config) -> transformers.LlamaConfig:
     model = config.model
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if model.rope_scaling is not None:
-        rope |= model.rope_scaling.model_dump()
-    return transformers.LlamaConfig(
-        hidden_size=model.hidden_size,
+    return rope_config(
+        model,
         num_hidden_layers=model.num_hidden_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
         tie_word_embeddings=model.tie_word_embeddings,
         rms_norm_eps=model.rms_norm_eps,
-        max_position_embeddings=model.max_position_embeddings,
-        rope_parameters=rope,
         attn_implementation="sdpa",
         use_cache=False,
     )
 
 
 def their_frequencies(config: Config) -> torch.Tensor:
-    """float64 inverse frequencies by the rule of the Llama 3.1 model code, wavelength by wavelength."""
+    """float64 inverse frequencies: unscaled or by the rule of the Llama 3.1 model code, wavelength by wavelength;
+    the other kinds are transformers' own."""
     model = config.model
+    if model.rope_scaling is not None and model.rope_scaling.rope_type != "llama3":
+        return their_scaled(model)[0]
     assert model.head_dim is not None
     frequencies = []
     for i in range(0, model.head_dim, 2):
@@ -113,7 +114,7 @@ def theirs(config: Config, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, 
     def rotary(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angle = position_ids[..., None].double() * frequencies
         angle = torch.cat((angle, angle), dim=-1)
-        return angle.cos(), angle.sin()
+        return angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
@@ -187,16 +188,17 @@ def test_transformers_gives_the_same_logits_loss_and_gradients(model: str, layou
 def test_inverse_frequencies_are_those_of_transformers(model: str) -> None:
     config = model_config(model)
     rotary = modeling_llama.LlamaRotaryEmbedding(their_config(config))
-    assert rotary.attention_scaling == 1.0
-    frequencies = inverse_frequencies(config.model)
+    frequencies, factor = inverse_frequencies(config.model)
+    assert rotary.attention_scaling == factor
     torch.testing.assert_close(frequencies.float(), rotary.inv_freq, rtol=1e-6, atol=0)
     torch.testing.assert_close(frequencies, their_frequencies(config), rtol=1e-13, atol=0)
 
 
 def test_scaled_frequencies_are_of_all_three_kinds() -> None:
     """Or the comparison above says nothing about one branch of the rule."""
-    scaled = inverse_frequencies(model_config("tied, rope scaled").model)
-    plain = inverse_frequencies(model_config("tied, rope scaled").model.model_copy(update={"rope_scaling": None}))
+    model = model_config("tied, rope scaled").model
+    scaled, _ = inverse_frequencies(model)
+    plain, _ = inverse_frequencies(model.model_copy(update={"rope_scaling": None}))
     stretch = plain / scaled
     assert ((stretch - 1).abs() < 1e-12).any()
     assert ((stretch - 8).abs() < 1e-12).any()

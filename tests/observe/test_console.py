@@ -10,7 +10,7 @@ import torch
 
 from ultrascale.observe.console import Console, StartUp, count, duration, size
 from ultrascale.observe.memory import peak_memory, peak_resident
-from ultrascale.observe.mfu import causal_keys, flops_per_token, mfu, peak_flops
+from ultrascale.observe.mfu import flops_per_token, mfu, peak_flops
 
 RECORD = {
     "step": 120,
@@ -155,13 +155,13 @@ def test_flops_per_token_are_those_of_counting_every_product_of_a_small_transfor
     hidden, heads, head_dim, ffn, vocab, layers, seq = 8, 4, 2, 24, 32, 3, 10
     per_layer = 4 * hidden * hidden + 3 * hidden * ffn
     products = layers * (2 * per_layer + 2 * 2 * heads * head_dim * seq / 2) + 2 * hidden * vocab
-    found = flops_per_token(layers * per_layer + hidden * vocab, layers * heads * 2 * head_dim, causal_keys(seq))
+    found = flops_per_token(layers * per_layer + hidden * vocab, layers * heads * 2 * head_dim, seq / 2)
     assert found == 3 * products
 
 
 def test_mfu_of_a_published_run_comes_out_and_is_unknown_without_a_peak():
     # Llama 3 8B: 7.50 B matmul parameters (embedding left out), 32 layers of 32 heads of 128, 8192 tokens.
-    flops = flops_per_token(7_504_924_672, 32 * 32 * 256, causal_keys(8192))
+    flops = flops_per_token(7_504_924_672, 32 * 32 * 256, 8192 / 2)
     assert flops == pytest.approx(5.147e10, rel=1e-3)
     peak = peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     assert mfu(8 * 7000, flops, 8, peak) == pytest.approx(0.364, abs=1e-3)

@@ -16,6 +16,7 @@ from pool import Context, pool
 from small import Box, assembled, boxes, config_of, step_batch_of, tokens, whole
 from ultrascale.assembly import Assembly
 from ultrascale.config.schema import Config
+from ultrascale.parallel.sharing import SHARED_FROM, Widths, copies_bytes, gathers, held_bytes, sent_bytes
 from ultrascale.step import train_step
 
 ADAM = {"optimizer.name": "adamw", "optimizer.lr": 0.01, "optimizer.weight_decay": 0.1, "optimizer.max_norm": 1.0}
@@ -147,10 +148,6 @@ def _elements(context: Context, config: Config) -> int:
     return sum(bucket.numel for bucket in assembled(config, context).store.buckets)
 
 
-def share(total: int, ranks: int) -> int:
-    return total * (ranks - 1) // ranks
-
-
 @pytest.mark.parametrize(
     ("world", "micro_batches", "compute", "reduce"),
     [
@@ -162,18 +159,25 @@ def share(total: int, ranks: int) -> int:
     ],
 )
 def test_bytes_on_the_wire_are_the_formulas(world: int, micro_batches: int, compute: str, reduce: str) -> None:
-    """DESIGN §6: 2G, P + G, P + M·G and M·(2P + G), each times (N − 1)/N."""
+    """2G, P + G, P + M·G and M·(2P + G), each times (N − 1)/N."""
     precision = {"precision.compute": compute, "precision.reduce": reduce}
     batch = {"batch.global_size": world * micro_batches, "batch.micro_size": 1}
-    m = micro_batches
     for stage in range(4):
         seen, elements = traffic(world, {**precision, **batch, Z: stage, "parallel.bucket_bytes": 4000})
         p = elements * (4 if compute == "float32" else 2)
         g = elements * (4 if precision["precision.reduce"] == "float32" else 2)
-        expected = [2 * g, p + g, p + m * g, m * (2 * p + g)][stage]
-        assert sum(seen.traffic.values()) == share(expected, world), f"stage {stage}"
+        assert sum(seen.traffic.values()) == sent_bytes(stage, p, g, micro_batches, world), f"stage {stage}"
         gathered = sum(n for (phase, _), n in seen.traffic.items() if phase == "gather")
-        assert gathered == share([0, p, p, 2 * m * p][stage], world)
+        assert gathered == sent_bytes(stage, p, 0, micro_batches, world)
+
+
+def test_the_formulas_are_those_of_the_design() -> None:
+    """DESIGN §6."""
+    p, g, n = 2_000, 4_000, 4
+    for m in (1, 4):
+        expected = [2 * g, p + g, p + m * g, m * (2 * p + g)]
+        assert [sent_bytes(stage, p, g, m, n) * n // (n - 1) for stage in range(4)] == expected
+        assert sent_bytes(3, p, g, m, n, kept=True) == sent_bytes(2, p, g, m, n)
 
 
 def test_kept_weights_are_gathered_once_a_step() -> None:
@@ -181,7 +185,10 @@ def test_kept_weights_are_gathered_once_a_step() -> None:
     kept, elements = traffic(2, {**settings, "parallel.keep_gathered": True})
     dropped, _ = traffic(2, settings)
     p, m = 4 * elements, 4
-    assert sum(dropped.traffic.values()) - sum(kept.traffic.values()) == share((2 * m - 1) * p, 2)
+    assert sum(kept.traffic.values()) == sent_bytes(3, p, p, m, 2, kept=True)
+    saved = gathers(3, m) - gathers(3, m, kept=True)
+    assert saved == 2 * m - 1
+    assert sum(dropped.traffic.values()) - sum(kept.traffic.values()) == saved * p // 2
 
 
 def test_recompute_gathers_nothing_twice() -> None:
@@ -193,9 +200,9 @@ def test_copies_of_shards_are_summed_once_a_step_on_their_own_axis() -> None:
     for micro_batches in (1, 2):
         batch = {"batch.global_size": 4 * micro_batches, "batch.micro_size": 1}
         seen, elements = traffic(4, {"precision.compute": "float32", Z: 3, "parallel.dp_shard": 2, **batch})
-        shard = 4 * elements // 2
-        assert seen.by_axes["dp_replicate",] == 2 * share(shard, 2)
-        assert seen.by_axes["dp_shard",] == share(micro_batches * 3 * 4 * elements, 2)
+        p = 4 * elements
+        assert seen.by_axes["dp_replicate",] == copies_bytes(p, shards=2, copies=2) == p // 2
+        assert seen.by_axes["dp_shard",] == sent_bytes(3, p, p, micro_batches, 2)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
@@ -299,14 +306,16 @@ def _settled(assembly: Assembly) -> int:
 def test_bytes_at_rest_are_the_formulas(world: int, compute: str) -> None:
     """Bytes per parameter: weights 2, masters 4, moments 8, gradients 4 (summed up in float32); float32 has no masters
     of its own, its weights are they."""
+    widths = Widths(compute=2 if compute == "bfloat16" else 4, wide=4, moments=8)
     for stage in range(4):
         config = config_of({**MODEL, "precision.compute": compute, "parallel.dp": world, Z: stage}, world)
         for memory in pool(world).run(_memory, config):
             p, n = memory.elements, world
+            expected = sum(held_bytes(stage, item, p, n, widths) for item in SHARED_FROM)
             if compute == "bfloat16":
-                expected = [18 * p, (2 + 4) * p + 12 * p / n, 2 * p + 16 * p / n, 18 * p / n][stage]
+                assert expected == [18 * p, 6 * p + 12 * p / n, 2 * p + 16 * p / n, 18 * p / n][stage]
             else:
-                expected = [16 * p, (4 + 4) * p + 8 * p / n, 4 * p + 12 * p / n, 16 * p / n][stage]
+                assert expected == [16 * p, 8 * p + 8 * p / n, 4 * p + 12 * p / n, 16 * p / n][stage]
             assert memory.at_rest == pytest.approx(expected, rel=0.01), f"stage {stage}"
             assert memory.elements == pytest.approx(memory.parameters, rel=0.01)
 

@@ -80,7 +80,7 @@ class Cell:
         kept = {
             k: v
             for k, v in self.overrides.items()
-            if k.split(".")[0] in ("model", "data", "optimizer") or k == "batch.global_size"
+            if k.split(".")[0] in ("model", "data", "optimizer") or k in ("batch.global_size", "batch.sequence_length")
         }
         return Cell(1, {**kept, "batch.micro_size": 1})
 

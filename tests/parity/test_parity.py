@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import context
 import faults
 import pytest
 import schedules
@@ -92,6 +93,11 @@ def test_zero_stage_equals_one_process(cell: Cell) -> None:
     check(cell)
 
 
+@pytest.mark.parametrize("cell", context.cover(), ids=str)
+def test_context_parallelism_equals_one_process(cell: Cell) -> None:
+    check(cell)
+
+
 DP2 = Cell(2, {"parallel.dp": 2})
 TP2_SP = Cell(2, {"parallel.tp": 2, **SP})
 TP2_ONE_KV_HEAD = Cell(2, {"parallel.tp": 2, **NO_SP, "model.num_key_value_heads": 1})  # on both ranks
@@ -100,7 +106,22 @@ ZERO1, ZERO2, ZERO3 = (zero.cell(stage, 2, {"parallel.dp": 2, "batch.micro_size"
 HYBRID = zero.cell(1, 4, {"parallel.dp": 4, "batch.micro_size": 1}, zero.HYBRID)
 ZB_V = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "zb_v"})
 DUALPIPE = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "dualpipe", **TIED})
+RING2, RING4 = context.cell("ring", 2), context.cell("ring", 4)
 FAULTS = [
+    ("gradients_are_not_summed_over_cp", RING2, r"gradients of \w"),
+    ("parts_of_attention_are_averaged", RING2, r"gradients of \w"),
+    ("gradients_of_keys_do_not_come_home", RING2, r"gradients of .*[kv]_proj\.weight"),
+    ("a_blocks_gradient_is_overwritten_on_its_way", RING4, r"gradients of .*[kv]_proj\.weight"),
+    ("documents_are_ignored_by_attention", context.cell("ring", 2, context.DOCUMENTS), r"gradients of \w"),
+    ("windows_are_ignored_by_attention", context.cell("ulysses", 2, context.WINDOW), r"gradients of \w"),
+    ("masks_are_those_of_another_split", context.cell("allgather", 2), r"gradients of \w"),
+    (
+        "copies_of_a_key_head_keep_their_own_gradients",
+        context.cell("ulysses", 2, {"model.num_key_value_heads": 1}),
+        r"gradients of .*[kv]_proj\.weight",
+    ),
+    ("positions_restart_at_the_cut", RING2, r"gradients of \w"),
+    ("each_cut_loses_a_target", RING2, r"gradients of \w"),
     ("tensor_sums_are_skipped", TP2_SP, r"gradients of .*norm\.weight"),
     ("tensor_sums_are_skipped", TP2_ONE_KV_HEAD, r"gradients of .*[kv]_proj\.weight"),
     ("batch_sums_are_doubled", DP2, r"gradients of \w"),

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import context
 import pytest
 import schedules
 import torch
@@ -58,7 +59,7 @@ VARIANTS: list[dict[str, Any]] = [
     )
 ]
 MATRIX = [Cell(world, {**layout, **variant}) for world, layout in layouts() for variant in VARIANTS]
-MATRIX += [cell for cell in (*schedules.matrix(), *zero.matrix()) if cell not in MATRIX]
+MATRIX += [cell for cell in (*schedules.matrix(), *zero.matrix(), *context.matrix()) if cell not in MATRIX]
 
 
 @cache

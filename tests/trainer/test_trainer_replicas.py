@@ -68,7 +68,7 @@ def every_parameter(context: Context, layout: dict[str, Any]) -> list[tuple[str,
     last = context.rank == context.world_size - 1
     assembly = assembled(config, context)
     mesh, spans = assembly.mesh, spans_of(assembly)
-    check_replicas(assembly.store)  # equal at start
+    check_replicas(assembly.optimizer.weights)  # equal at start
     found = []
     for number in range(MOST):
         strays = last and number < len(spans)
@@ -78,7 +78,7 @@ def every_parameter(context: Context, layout: dict[str, Any]) -> list[tuple[str,
             stray(value)
         said = ""
         try:
-            check_replicas(assembly.store)
+            check_replicas(assembly.optimizer.weights)
         except ReplicaError as error:
             said = str(error)
         value.copy_(before)
@@ -86,7 +86,7 @@ def every_parameter(context: Context, layout: dict[str, Any]) -> list[tuple[str,
             bucket, span = spans[number]
             tied = assembly.store.copies_of(bucket).size > 1
             found.append((span.layout.name, said, tied or mesh.size(span.layout.replica_axes(mesh)) > 1))
-    check_replicas(assembly.store)  # each was put back
+    check_replicas(assembly.optimizer.weights)  # each was put back
     return found
 
 

@@ -64,12 +64,17 @@ def text(kept: Sequence[int], length: int = 64, vocabulary: int = 256, seed: int
     return inputs, labels
 
 
-def on_this_rank(context: Context | None, overrides: Mapping[str, Any], batches: Sequence[Tokens]) -> Outcome:
+def on_this_rank(
+    context: Context | None,
+    overrides: Mapping[str, Any],
+    batches: Sequence[Tokens],
+    documents: Sequence[tuple[int, ...]] | None = None,
+) -> Outcome:
     config = config_of({**TINY, **overrides}, context.world_size if context else 1)
     assembly = assembled(config, context)
     outcome = Outcome(layers=[n for stage in assembly.stages for n in assembly.split[stage].layers])
     for number, (inputs, labels) in enumerate(batches, 1):
-        batch = with_denominators(assembly, step_batch_of(assembly, inputs, labels).micro_batches)
+        batch = with_denominators(assembly, step_batch_of(assembly, inputs, labels, documents).micro_batches)
         result = train_step(assembly, batch, number)
         outcome.losses.append(result.report["loss"])
         outcome.norms.append(result.grad_norm)
@@ -80,11 +85,16 @@ def on_this_rank(context: Context | None, overrides: Mapping[str, Any], batches:
     return outcome
 
 
-def steps(world: int, overrides: Mapping[str, Any], batches: Sequence[Tokens]) -> list[Outcome]:
-    """A step for each batch, on `world` ranks."""
+def steps(
+    world: int,
+    overrides: Mapping[str, Any],
+    batches: Sequence[Tokens],
+    documents: Sequence[tuple[int, ...]] | None = None,
+) -> list[Outcome]:
+    """A step for each batch, on `world` ranks; `documents` says of each sequence where its documents begin."""
     if world == 1:
-        return [on_this_rank(None, overrides, batches)]
-    return pool(world).run(on_this_rank, dict(overrides), list(batches))
+        return [on_this_rank(None, overrides, batches, documents)]
+    return pool(world).run(on_this_rank, dict(overrides), list(batches), documents)
 
 
 def compare(expected: list[Outcome], found: list[Outcome], tolerance: float = TOLERANCE) -> None:

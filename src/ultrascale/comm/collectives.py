@@ -60,6 +60,24 @@ class Pending:
         return self._result
 
 
+class Nothing(Pending):
+    """No call: `wait` takes the turn of one, and returns a tensor without elements.
+
+    Where two computations take turns (`comm/turns.py`), what is issued next hangs on how often each has waited; so
+    ranks that have different messages to exchange wait equally often.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(torch.empty(0), ledger=group.ledger)
+
+    def wait(self) -> Tensor:
+        if self._ledger is not None and self._ledger.before_wait is not None:
+            self._ledger.before_wait()
+        return self._result
+
+
 def all_reduce(tensor: Tensor, group: Group, op: Literal["sum", "max"] = "sum") -> Pending:
     """Sums (or takes the largest of) a tensor of any shape over the group, in place."""
     if group.size == 1:

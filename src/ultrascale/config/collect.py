@@ -1,9 +1,10 @@
 """Every package's say about a config, before torch is imported and before any process group exists."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import ultrascale
 from ultrascale.config.load import COMMAND_LINE, DEFAULT, DERIVED, Loaded
@@ -52,6 +53,16 @@ def check(loaded: Loaded, world_size: int, files: bool = False) -> Config:
     return config
 
 
+def check_device(loaded: Loaded, config: Config, device: str) -> None:
+    """What only shows on a device (cpu or cuda): asks those packages that have a say. Raises ConfigError."""
+    problems: list[Problem] = []
+    for module in _checks():
+        if hasattr(module, "check_device"):
+            problems += module.check_device(config, device)
+    if problems:
+        raise ConfigError([_located(problem, loaded) for problem in problems])
+
+
 def origins(loaded: Loaded, config: Config) -> dict[str, str]:
     """Where each value of the resolved `config` came from, key by key."""
     before = flatten(loaded.config)
@@ -60,15 +71,20 @@ def origins(loaded: Loaded, config: Config) -> dict[str, str]:
 
 def _problems(config: Config, files: bool) -> list[Problem]:
     """What the packages' checks return, in the order of the packages."""
-    root = Path(ultrascale.__file__).parent
     problems: list[Problem] = []
+    for module in _checks():
+        problems += module.check(config)
+        if files and hasattr(module, "check_files"):
+            problems += module.check_files(config)
+    return problems
+
+
+def _checks() -> Iterator[ModuleType]:
+    """The check.py of each package that has one."""
+    root = Path(ultrascale.__file__).parent
     for package in PACKAGES:
         if (root / package / "check.py").is_file():
-            module = importlib.import_module(f"ultrascale.{package}.check")
-            problems += module.check(config)
-            if files and hasattr(module, "check_files"):
-                problems += module.check_files(config)
-    return problems
+            yield importlib.import_module(f"ultrascale.{package}.check")
 
 
 def _mesh_fitting(world_size: int, config: Config) -> Sequence[object]:

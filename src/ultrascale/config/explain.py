@@ -25,12 +25,16 @@ def problems(
         path = _path(detail["loc"], tree, missing=kind == "missing")
         if isinstance(path[-1], int) and kind == "missing":  # an item of a list of fixed length
             kind, path = "too_short", path[:-1]
+        if kind.startswith("union_tag"):  # nothing can be said of a section before it says of which kind it is
+            kind, path = "tag", (*path, str(rules.tag(rules.at(schema, path))))
         if kind == "extra_forbidden":
-            found[path] = _unknown(path, schema)
-        elif kind == "missing":
-            found[path] = f"{dotted(path)} is missing; it must be {rules.rule(rules.at(schema, path))}"
+            found[path] = _other_kind(path, tree, schema) or _unknown(path, tree, schema)
+        elif kind == "missing" or (kind == "tag" and path[-1] not in _value(tree, path[:-1])):
+            found[path] = f"{dotted(path)} is missing; it must be {rules.rule(rules.at(schema, path, tree))}"
+        elif kind == "tag" and (reason := _refused(_value(tree, path), rules.at(schema, path[:-1]))):
+            found[path] = f"{dotted(path)}={_value(tree, path)} is refused: {reason}"
         else:
-            found[path] = _wrong_value(path, _value(tree, path), rules.at(schema, path))
+            found[path] = _wrong_value(path, _value(tree, path), rules.at(schema, path, tree))
     # A list with one wrong item is also no text: of an alternative's errors, the deepest is the news.
     deepest = [path for path in found if not any(other != path and other[: len(path)] == path for other in found)]
     return [Problem(dotted(path), found[path], origin=_origin(path, origins, default_origin)) for path in deepest]
@@ -107,11 +111,30 @@ def _number(text: str) -> str | None:
     return plain if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _unknown(path: Path, schema: Node) -> str:
+def _refused(value: Any, nodes: list[Node]) -> str | None:
+    """Why the schema does not take this kind of section, where it says so."""
+    return next((node["refused"].get(value) for node in nodes if "refused" in node and isinstance(value, str)), None)
+
+
+def _other_kind(path: Path, tree: Any, schema: Node) -> str | None:
+    """For a key that sections of another kind have."""
+    nodes, section = rules.at(schema, path[:-1]), _value(tree, path[:-1])
+    tag, key = rules.tag(nodes), path[-1]
+    having = [node["properties"][tag]["const"] for node in nodes if tag and key in node.get("properties", {})]
+    if not having:
+        return None
+    own = rules.names(rules.of_kind(nodes, section))
+    return (
+        f"{dotted(path)} is a key of {tag}: {choices(having)}, and {tag} is {section[tag]}, which has the keys "
+        f"{', '.join(own)}; leave it out"
+    )
+
+
+def _unknown(path: Path, tree: Any, schema: Node) -> str:
     """For a key that does not exist: the same name elsewhere, else the nearest here, else the nearest."""
     key, name = dotted(path), str(path[-1]).lower().replace("-", "_")
     section = dotted(path[:-1])
-    siblings = rules.names(rules.at(schema, path[:-1]))
+    siblings = rules.names(rules.of_kind(rules.at(schema, path[:-1]), _value(tree, path[:-1])))
     leaves: dict[str, list[str]] = {}
     for known in rules.keys(schema):
         leaves.setdefault(known.rsplit(".", 1)[-1], []).append(known)

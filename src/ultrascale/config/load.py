@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ultrascale.config import explain
+from ultrascale.config import explain, rules
 from ultrascale.config.problem import ConfigError, Problem
 from ultrascale.config.schema import Config
 from ultrascale.config.yaml_reader import Document, Value, read_file, read_text
@@ -102,12 +102,12 @@ def _override(text: str) -> tuple[str, Document]:
 
 
 def _merge(base: Document, top: Document) -> Document:
-    """`top` over `base`: sections are merged key by key, anything else is replaced."""
+    """`top` over `base`: sections are merged key by key; one of another kind, and anything else, is replaced."""
     shared: set[str] = set()
     replaced: list[str] = []
 
     def merge(below: Value, above: Value, key: str) -> Value:
-        if isinstance(below, dict) and isinstance(above, dict):
+        if isinstance(below, dict) and isinstance(above, dict) and not _of_another_kind(below, above):
             shared.add(key)
             merged = dict(below)
             for name, value in above.items():
@@ -122,6 +122,11 @@ def _merge(base: Document, top: Document) -> Document:
     kept = {key: origin for key, origin in base.origins.items() if not key.startswith(gone)}
     new = {key: origin for key, origin in top.origins.items() if key not in shared}
     return Document(tree, kept | new)
+
+
+def _of_another_kind(below: dict[str, Value], above: dict[str, Value]) -> bool:
+    """Whether a section says that it is of another kind than the one below: it has other keys, and none in common."""
+    return any(tag in below and tag in above and below[tag] != above[tag] for tag in rules.tags())
 
 
 def _nearest_file(path: Path) -> str:

@@ -36,19 +36,55 @@ def root() -> Node:
     return inline(schema)
 
 
-def at(schema: Node, path: Path) -> list[Node]:
-    """What may stand at `path`: the alternatives of a union, or [] where the schema says nothing."""
+def at(schema: Node, path: Path, tree: Any = None) -> list[Node]:
+    """What may stand at `path`: the alternatives of a union, or [] where the schema says nothing.
+
+    tree   a config: where it says of which kind a section is, what may stand in that kind
+    """
     nodes = _alternatives(schema)
     for part in path:
-        nodes = [alternative for node in nodes for inner in _child(node, part) for alternative in _alternatives(inner)]
+        nodes = [
+            inner for node in of_kind(nodes, tree) for child in _child(node, part) for inner in _alternatives(child)
+        ]
+        if isinstance(part, int):
+            tree = tree[part] if isinstance(tree, list) else None
+        else:
+            tree = tree.get(part) if isinstance(tree, dict) else None
     return nodes
 
 
 def _alternatives(node: Node) -> list[Node]:
-    if "anyOf" not in node:
+    union = next((word for word in ("anyOf", "oneOf") if word in node), None)
+    if union is None:
         return [node]
-    common = {name: value for name, value in node.items() if name != "anyOf"}
-    return [inner for part in node["anyOf"] for inner in _alternatives({**part, **common})]
+    common = {name: value for name, value in node.items() if name != union}
+    return [inner for part in node[union] for inner in _alternatives({**part, **common})]
+
+
+def tag(nodes: list[Node]) -> str | None:
+    """The key that says of which kind a section is, where there are kinds: rope_type."""
+    return next((node["discriminator"]["propertyName"] for node in nodes if "discriminator" in node), None)
+
+
+def of_kind(nodes: list[Node], section: Any) -> list[Node]:
+    """The alternatives that a section may be, by its tag; all of them where it has none, or an unknown one."""
+    name = tag(nodes)
+    if name is None or not isinstance(section, dict) or name not in section:
+        return nodes
+    return [n for n in nodes if n.get("properties", {}).get(name, {}).get("const") == section[name]] or nodes
+
+
+@cache
+def tags() -> frozenset[str]:
+    """Every key that says of which kind a section is."""
+
+    def walk(node: Any) -> Iterator[str]:
+        if isinstance(node, dict) and "discriminator" in node:
+            yield node["discriminator"]["propertyName"]
+        for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            yield from walk(inner)
+
+    return frozenset(walk(root()))
 
 
 def _child(node: Node, part: str | int) -> list[Node]:
@@ -61,7 +97,7 @@ def _child(node: Node, part: str | int) -> list[Node]:
 
 def names(nodes: list[Node]) -> list[str]:
     """The keys of a section."""
-    return [name for node in nodes for name in node.get("properties", {})]
+    return list(dict.fromkeys(name for node in nodes for name in node.get("properties", {})))
 
 
 def keys(schema: Node) -> list[str]:
@@ -80,7 +116,7 @@ def keys(schema: Node) -> list[str]:
 def rule(nodes: list[Node]) -> str:
     """What a value must be: "a whole number of at least 1 or null", "true, false or auto"."""
     lists_last = sorted(nodes, key=lambda node: node.get("type") == "array")
-    return choices([word for node in lists_last for word in (constants(node) or [_rule(node)])])
+    return choices(list(dict.fromkeys(word for node in lists_last for word in (constants(node) or [_rule(node)]))))
 
 
 def constants(node: Node) -> list[str]:
@@ -99,6 +135,8 @@ def _rule(node: Node) -> str:
             return f"a list of {len(node['prefixItems'])} values, each {rule(node['prefixItems'][:1])}"
         fields = names([node["items"]])
         return f"a list of {{{', '.join(fields)}}}" if fields else f"a list, each {rule([node['items']])}"
+    if kind == "object" and (name := tag([node])):
+        return f"a section with {name}: {node['properties'][name]['const']}"
     if kind == "object":
         fields = names([node])
         return f"a section with the keys {', '.join(fields)}" if fields else "a section"

@@ -25,6 +25,7 @@ Axis = Literal["pp", "dp", "ep", "cp", "tp"]
 # Tuples, because a config is frozen; not strict, because YAML writes them as lists. Their items stay strict.
 Axes = Annotated[tuple[Axis, ...], Field(strict=False)]
 Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Field(strict=False)]
 LayersPerStage = Annotated[tuple[NonNegative, ...], Field(strict=False)]
 
 
@@ -50,11 +51,47 @@ class Run(Section):
     a folder that holds a run. Anything else: the path of a checkpoint or of a run folder."""
 
 
-class RopeScaling(Section):
+class LinearScaling(Section):
+    """Position interpolation: all rotary frequencies slowed alike."""
+
+    rope_type: Literal["linear"]
+    """linear: all frequencies are divided by factor, as if positions lay closer (Chen et al. 2023). Needs training at
+    the new length."""
+    factor: Annotated[float, Field(ge=1)]
+    """By how much: the new context over the one trained on."""
+
+
+class YarnScaling(Section):
+    """YaRN: slow rotary frequencies are divided, fast ones kept, and attention is sharpened."""
+
+    rope_type: Literal["yarn"]
+    """yarn: frequencies that turn often within the original context are kept, those that hardly turn are divided by
+    factor (Peng et al. 2023). The least training for the most length."""
+    factor: Annotated[float, Field(ge=1)]
+    """By how much: the new context over the one trained on."""
+    original_max_position_embeddings: Positive
+    """Context, in tokens, that the unscaled frequencies were trained on."""
+    beta_fast: Annotated[float, Field(gt=0)] = 32.0
+    """Frequencies with more turns than this in the original context are kept."""
+    beta_slow: Annotated[float, Field(gt=0)] = 1.0
+    """Frequencies with fewer turns than this in the original context are divided by the whole factor."""
+    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    """Multiplies cos and sin, and so the attention's logits by its square. null = 0.1 · ln(factor) + 1, or what mscale
+    and mscale_all_dim say."""
+    mscale: Annotated[float, Field(gt=0)] | None = None
+    """With mscale_all_dim, as in DeepSeek's models: attention_factor = (0.1 · mscale · ln(factor) + 1) / (0.1 ·
+    mscale_all_dim · ln(factor) + 1)."""
+    mscale_all_dim: Annotated[float, Field(gt=0)] | None = None
+    """See mscale. The two go together."""
+    truncate: bool = True
+    """Round the bounds between kept, blended and divided frequencies outwards to whole ones."""
+
+
+class Llama3Scaling(Section):
     """Llama 3's stretching of rotary frequencies for contexts longer than those first trained on."""
 
     rope_type: Literal["llama3"]
-    """Kind of scaling, by its Hugging Face name."""
+    """llama3: long wavelengths are stretched by factor, short ones kept (Llama 3.1)."""
     factor: Annotated[float, Field(ge=1)]
     """By how much the low frequencies are slowed (8 in Llama 3.1)."""
     low_freq_factor: Annotated[float, Field(gt=0)]
@@ -65,11 +102,28 @@ class RopeScaling(Section):
     """Context, in tokens, that the unscaled frequencies were trained on (8192 in Llama 3)."""
 
 
+_BY_LENGTH = "its frequencies change with the length of the sequence at hand, and a model that trains has one set"
+RopeScaling = Annotated[
+    LinearScaling | YarnScaling | Llama3Scaling,
+    Field(
+        discriminator="rope_type",
+        json_schema_extra={
+            "refused": {
+                "default": "it scales nothing; write rope_scaling: null",
+                "dynamic": f"{_BY_LENGTH}; use yarn",
+                "longrope": f"{_BY_LENGTH}; use yarn",
+            }
+        },
+    ),
+]
+"""What a section says of rope_type decides which keys it has. `refused`: Hugging Face's other kinds, and why not."""
+
+
 class Model(Section):
     """The network, by the names that Hugging Face gives its fields."""
 
     family: Annotated[str, Field(min_length=1)]
-    """llama, or package.module:Family for a model outside the tree."""
+    """llama, qwen3, or package.module:Family for a model outside the tree."""
     hidden_size: Positive
     """Width of the residual stream."""
     num_hidden_layers: Positive
@@ -92,6 +146,10 @@ class Model(Section):
     """Base of the rotary frequencies. Larger for longer contexts (500000 in Llama 3)."""
     rope_scaling: RopeScaling | None = None
     """Scaling of rotary frequencies; null = none."""
+    sliding_window: Positive | None = None
+    """Tokens that a query sees at most, its own included. null = all before it."""
+    layer_types: LayerTypes | None = None
+    """Which layers the sliding window holds for, one entry each. null = all."""
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the mean square inside RMSNorm."""
     initializer_range: Annotated[float, Field(ge=0)] = 0.02
@@ -139,8 +197,10 @@ class Parallel(Section):
     """Axes that experts are cut over. [ep, cp] or [cp, tp] fold them onto axes that dense layers cut by."""
     expert_tensor_axes: Axes | None = None
     """Axes that the matrices inside one expert are cut over. null = [tp], or [] when experts fold onto tp."""
-    bucket_bytes: Positive = 25 * 2**20
-    """Bytes of gradients that are reduced at a time. Larger for slow links, smaller for more overlap."""
+    bucket_bytes: Positive | Literal["auto"] = "auto"
+    """zero_stage 0, 1: bytes of gradients that are reduced at a time. Larger where messages are slow to start, smaller
+    for more overlap. auto = from latency and bandwidth of the links; manifest.json says the number. A unit (block,
+    embedding, head) stays whole, and is what is reduced at a time from zero_stage 2 on."""
     deterministic_reduction: bool | Literal["auto"] = "auto"
     """Sum gradients in rank order, so that bucket sizes change no bit. auto = yes on CPU, no on CUDA."""
     timeout_seconds: Annotated[float, Field(gt=0, le=1e7)] = 600.0
@@ -175,7 +235,22 @@ class Context(Section):
     """ring passes keys and values around, allgather gathers them, ulysses trades tokens for heads, hybrid is
     ulysses inside of ring."""
     split: Literal["zigzag", "contiguous"] = "zigzag"
-    """zigzag gives every rank the same share of a causal mask; contiguous does not."""
+    """How the ring's (or the all-gather's) ranks share out the tokens: zigzag gives every rank the same share of a
+    causal mask, document by document; contiguous does not, but sends little under a sliding window."""
+    ulysses_size: Positive | None = None
+    """hybrid: ranks that trade tokens for heads; cp / ulysses_size of such groups form the ring. The ranks of a host,
+    for slow links between hosts. null = as many as divide both cp and the query heads of a tp rank."""
+    pad: bool = False
+    """Lengthen sequences at their end, to what cp and tp can cut, by tokens that are no targets, instead of refusing
+    a batch.sequence_length that does not divide."""
+
+
+class Kernels(Section):
+    """Which implementation computes what has several."""
+
+    attention: Literal["auto", "reference", "sdpa", "flash_attn"] = "auto"
+    """reference: plain products, any head size, all scores in memory; sdpa: PyTorch's flash kernels; flash_attn: the
+    package of that name. auto = the best that can run; `ultrascale doctor` says which and why."""
 
 
 class Batch(Section):
@@ -212,6 +287,16 @@ class Data(Section):
     """The same, held out. Needed by evaluation.every > 0."""
     tokenizer: Annotated[str, Field(min_length=1)] = "bytes"
     """A tokenizer.json, or bytes (256 bytes and an end of document: a vocabulary of 257)."""
+    document_mask: bool = False
+    """Attention stays within a document, and no token is predicted from the document before it. Otherwise documents
+    are one stream, in which attention crosses from each into the next."""
+    reset_positions: bool = False
+    """Positions restart at 0 with each document. Needs document_mask or packing."""
+    packing: Literal["none", "best_fit"] = "none"
+    """none: sequences are cut from the stream of documents, wherever that falls. best_fit: a sequence holds whole
+    documents, chosen so that little of it is left over; the rest is padding without targets."""
+    cut_documents: bool = False
+    """Under packing, documents longer than batch.sequence_length are cut into pieces. Otherwise they are refused."""
 
 
 class ParameterGroup(Section):
@@ -322,13 +407,17 @@ class Checkpoint(Section):
     """Write while training goes on."""
     verify: Literal["full", "sampled", "off"] = "full"
     """How much of a checkpoint is compared with its checksums when it is read."""
+    allow_changes: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Keys that say what a run is, and that may be others than in the checkpoint it goes on from, as
+    [batch.sequence_length, model.rope_scaling]. data.train stands for the content of the data."""
 
 
 class Init(Section):
     """Where the first weights come from, when not from run.seed."""
 
     from_hf: str | None = None
-    """A Hugging Face model folder."""
+    """A Hugging Face model folder (config.json and safetensors files) that the first weights are read from, under any
+    layout; `ultrascale convert config FOLDER` prints the model section that fits. null = drawn from run.seed."""
 
 
 class Observe(Section):
@@ -355,6 +444,7 @@ class Config(Section):
     parallel: Parallel = Parallel()
     pipeline: Pipeline = Pipeline()
     context: Context = Context()
+    kernels: Kernels = Kernels()
     batch: Batch
     data: Data
     optimizer: Optimizer

@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.data.cache import CACHE_VARIABLE, cache_folder, locked
 from ultrascale.data.corpus import STDLIB, InputFile, stdlib_files
 from ultrascale.data.errors import DataError
 from ultrascale.data.indexed import IndexedDataset
@@ -29,15 +28,8 @@ Ints = NDArray[np.int64]
 
 UNEVEN = "builtin:uneven"
 BUILTINS = (STDLIB, UNEVEN)
-CACHE_VARIABLE = "ULTRASCALE_CACHE"
 STDLIB_VALIDATION_FRACTION = 0.02
 _CACHE_FORMAT = 1  # raised when the files made from the same text would differ
-
-
-def cache_folder() -> Path:
-    """$ULTRASCALE_CACHE, else ~/.cache/ultrascale."""
-    given = os.environ.get(CACHE_VARIABLE)
-    return Path(given) if given else Path.home() / ".cache" / "ultrascale"
 
 
 def stdlib_prefix(tokenizer: Tokenizer, validation: bool) -> Path:
@@ -55,7 +47,7 @@ def stdlib_prefix(tokenizer: Tokenizer, validation: bool) -> Path:
     if not folder.is_dir():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.with_name(f"{folder.name}.lock")):
+            with locked(folder.with_name(f"{folder.name}.lock")):
                 if not folder.is_dir():
                     _build(files, tokenizer, folder)
         except OSError as error:
@@ -84,6 +76,9 @@ class Uneven:
     one each time) has no target at all, and the others have different numbers of them, from about S/G to
     S·(G−1)/G, at random places. Nothing depends on how the batch is cut, so a rank or a micro-batch can come
     out without any target.
+
+    With `documents`, a sample is cut into documents of random, uneven lengths: some of one token, some samples a single
+    one. Every sample that has targets keeps one that lies within a document.
     """
 
     def __init__(
@@ -94,10 +89,12 @@ class Uneven:
         sequence_length: int,
         lookahead: int = 1,
         side: str = "train",
+        documents: bool = False,
     ) -> None:
         self.name = UNEVEN
         self.vocab_size, self.seed, self.side = vocab_size, seed, side
         self.global_size, self.sequence_length, self.lookahead = global_size, sequence_length, lookahead
+        self.documents = documents
 
     def read(self, number: int) -> Sample:
         """Sample `number` of the run, from 0."""
@@ -114,7 +111,7 @@ class Uneven:
         live[1 : self.sequence_length + 1][np.argsort(first_depth, kind="stable")[:count]] = True
         if count:
             live[self.sequence_length + 1 :] = places[self.sequence_length + 1 :] % np.uint64(2) == 1
-        return Sample(tokens, live)
+        return Sample(tokens, live, self._starts(number, live) if self.documents else None)
 
     def targets(self, number: int) -> int:
         """How many targets (of depth 1) sample `number` has."""
@@ -124,6 +121,22 @@ class Uneven:
         key = derive_key("uneven counts", self.seed, self.side, batch)
         level = int(KeyedPermutation(self.global_size, key)(np.array([slot], np.int64))[0])
         return max(1, level * self.sequence_length // self.global_size) if level else 0
+
+    def _starts(self, number: int, live: NDArray[np.bool_]) -> Ints:
+        """Where the documents of a sample begin: at random, one in about 2, 4 or S/2 tokens, or none but the first.
+
+        Which of these is drawn for the sample. Its first target never begins a document, where it would be no target
+        any more: so no step loses all of its targets.
+        """
+        key = derive_key("uneven documents", self.seed, self.side, number)
+        words = stream64(key, np.arange(len(live), dtype=np.uint64))
+        kind = int(words[0] % np.uint64(4))
+        if kind == 3:
+            return np.zeros(1, np.int64)
+        begins = words % np.uint64((2, 4, max(2, self.sequence_length // 2))[kind]) == 0
+        begins[int(live.argmax())] = False
+        begins[0] = True
+        return np.flatnonzero(begins)
 
 
 def _stdlib_key(files: list[InputFile], tokenizer: Tokenizer) -> str:
@@ -156,14 +169,3 @@ def _rename_to_new(source: Path, target: Path) -> None:
         if target.is_dir():
             raise FileExistsError(target) from error
         raise
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock; without one where the file system has none, as the rename alone keeps the
-    cache right.
-    """
-    with path.open("w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

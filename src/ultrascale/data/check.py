@@ -38,7 +38,7 @@ def check(config: Any) -> list[Problem]:
     used = {path for side in _SIDES for path, _ in _entries(config, side)}
     if STDLIB in used and config.data.tokenizer == BYTES and config.model.vocab_size < BYTES_VOCAB_SIZE:
         problems.append(Problem("model.vocab_size", too_many_ids(BYTES, BYTES_VOCAB_SIZE, config.model.vocab_size)))
-    return problems
+    return problems + list(_idle_problems(config.data, used))
 
 
 def check_files(config: Any) -> list[Problem]:
@@ -88,6 +88,23 @@ def _batch_problems(config: Any) -> Iterator[Problem]:
         f"batch.global_size={batch.global_size} is no multiple of dp·ep·batch.micro_size = "
         f"{parallel.dp}·{parallel.ep}·{batch.micro_size} = {rows}; {way_out}",
     )
+
+
+def _idle_problems(data: Any, used: set[str]) -> Iterator[Problem]:
+    if data.cut_documents and used == {UNEVEN}:
+        message = f"data.cut_documents=true has no effect on {UNEVEN}, whose documents are never too long; leave it out"
+        yield Problem("data.cut_documents", message, kind="idle")
+    if data.packing != "none":
+        return
+    if data.cut_documents and used != {UNEVEN}:
+        message = "data.cut_documents=true has no effect under data.packing=none; use data.packing=best_fit"
+        yield Problem("data.cut_documents", message, kind="idle")
+    if data.reset_positions and not data.document_mask:
+        message = (
+            "data.reset_positions=true has no effect without data.document_mask or data.packing, as documents are not "
+            "told apart; set data.document_mask=true"
+        )
+        yield Problem("data.reset_positions", message, kind="idle")
 
 
 def _side_problems(config: Any, side: str) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""`ultrascale data prepare | info | check`: arguments, progress and what is printed."""
+"""`ultrascale data prepare | info | check | pack`: arguments, progress and what is printed."""
 
 from __future__ import annotations
 
@@ -57,6 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write PREFIX.meta.json for files that have none, or that changed",
     )
+    pack = _command(
+        commands,
+        "pack",
+        "packs whole documents into sequences, ahead of a run with data.packing=best_fit",
+        "ultrascale data pack data/corpus --sequence-length 4096",
+    )
+    pack.add_argument(
+        "prefixes", nargs="+", metavar="PREFIX", help="path of PREFIX.bin and PREFIX.idx; writes PREFIX.packed-N"
+    )
+    pack.add_argument(
+        "--sequence-length", type=int, required=True, metavar="N", help="tokens of a sequence: batch.sequence_length"
+    )
+    pack.add_argument(
+        "--cut-documents", action="store_true", help="cut documents of more than N tokens, as data.cut_documents does"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         "prepare": _prepare,
         "info": _info,
         "check": _check,
+        "pack": _pack,
     }
     try:
         return commands[args.data_command](args)
@@ -209,6 +225,31 @@ def _check(args: argparse.Namespace) -> int:
             for problem in one.problems:
                 print(problem)
     return NOT_WHOLE if any(one.problems for one in results) else 0
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from ultrascale.data.inspection import pack
+
+    packed = []
+    with _bar() as bar:
+        for prefix in args.prefixes:
+            task = bar.add_task(str(prefix), total=None, documents="")
+
+            def advance(done: int, total: int, task: Any = task) -> None:
+                bar.update(task, completed=done, total=total)
+
+            packed.append(pack(prefix, args.sequence_length, args.cut_documents, advance))
+    if args.json:
+        print(json.dumps([asdict(one) for one in packed], indent=2))
+        return 0
+    for one in packed:
+        print(
+            f"{one.path}: {one.documents:,} documents in {one.bins:,} sequences of {one.sequence_length:,} tokens, "
+            f"{one.padding_share:.3%} padding; the longest document has {one.longest_document:,} tokens"
+        )
+    cut = " data.cut_documents=true" if args.cut_documents else ""
+    print(f"use with: data.packing=best_fit batch.sequence_length={args.sequence_length}{cut}")
+    return 0
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Looking at token files: what `ultrascale data info` prints and `ultrascale data check` proves."""
+"""Looking at token files: what `ultrascale data info` and `data pack` print and `ultrascale data check` proves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from ultrascale.data.bin_index import beside, build
 from ultrascale.data.errors import DataError
 from ultrascale.data.indexed import IndexedDataset
 from ultrascale.data.loader import SCANNED_TOKENS, current_metadata
 from ultrascale.data.metadata import Metadata, metadata_path, read_metadata, to_json
+from ultrascale.data.packing import OnPieces
 from ultrascale.data.samples import out_of_range
 
 _BLOCK = 1 << 20  # tokens, and bytes, read in one go
@@ -98,6 +100,50 @@ def check_prefix(
     if recorded:
         _record(dataset, metadata, found, checksums)
     return Checked(str(prefix), dataset.documents, dataset.tokens, tuple(problems), recorded)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What `pack` wrote.
+
+    padding_share     share of the tokens of all bins that only fill them up
+    longest_document  in tokens
+    """
+
+    prefix: str
+    path: str
+    sequence_length: int
+    documents: int
+    longest_document: int
+    tokens: int
+    bins: int
+    padding_share: float
+
+
+def pack(
+    prefix: str | Path, sequence_length: int, cut_documents: bool = False, on_pieces: OnPieces | None = None
+) -> Packed:
+    """Writes the index of packed documents beside a prefix, in place of one that is there. Raises DataError when a
+    document is too long and not to be cut, or the folder cannot be written.
+    """
+    if sequence_length < 1:
+        raise DataError(f"--sequence-length {sequence_length} is not at least 1")
+    dataset = IndexedDataset(prefix)
+    path = beside(prefix, sequence_length, cut_documents)
+    try:
+        index = build(dataset, sequence_length, cut_documents, path, on_pieces)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+    return Packed(
+        str(prefix),
+        str(path),
+        sequence_length,
+        index.documents,
+        index.longest_document,
+        index.tokens,
+        index.bins,
+        index.padding_share,
+    )
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,21 @@ Nothing here has state: a batch is a function of its arguments, whatever was rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.data.blend import Blend, quantise
+from ultrascale.data.bin_index import PACKING_VERSION, find_or_build
+from ultrascale.data.bins import Bins
 from ultrascale.data.builtin import BUILTINS, STDLIB, UNEVEN, Uneven, open_stdlib
+from ultrascale.data.documents import crosses, positions_within
 from ultrascale.data.errors import DataError
 from ultrascale.data.indexed import IndexedDataset
 from ultrascale.data.metadata import Metadata, metadata_path, read_metadata
-from ultrascale.data.samples import Chunks, EpochOrder, Sample, out_of_range
+from ultrascale.data.samples import Chunks, Sample, Source, out_of_range
+from ultrascale.data.streams import BlendStream, Stream, UnevenStream
 from ultrascale.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 
 Ints = NDArray[np.int64]
@@ -34,6 +36,14 @@ NO_TARGET = -100
 # Files without a sidecar are read whole on opening up to this size, so that a wrong id is seen before the
 # first step.
 SCANNED_TOKENS = 1 << 26
+# What fingerprints say of documents, and what those say that leave it out.
+_DOCUMENT_SETTINGS = {
+    "document_mask": False,
+    "reset_positions": False,
+    "packing": "none",
+    "packing_version": PACKING_VERSION,
+    "cut_documents": False,
+}
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,11 @@ class MicroArrays:
     labels          [seq, micro]  the token that follows each input, −100 where it is no target; shifted over
                                   the whole
                                   sequence, before anything cuts it
-    positions       [seq, micro]  0 … seq − 1
+    positions       [seq, micro]  0 … seq − 1, or from 0 in each document (data.reset_positions)
     further_labels  for each deeper prediction d = 2 … lookahead, [seq, micro]: the token d places on
     samples         [micro]       sample numbers of the run
+    documents       for each column, the tokens at which its documents begin: 0 first, ascending, all below seq. None
+                    unless data.document_mask
     """
 
     inputs: Ints
@@ -54,97 +66,17 @@ class MicroArrays:
     positions: Ints
     further_labels: tuple[Ints, ...]
     samples: Ints
-
-
-class Stream(Protocol):
-    """The endless sequence of samples of one side (train or validation)."""
-
-    def read(self, numbers: Ints) -> list[Sample]:
-        """Samples by number [n], from 0."""
-        ...
-
-    def position(self, samples: int) -> dict[str, Any]:
-        """Where each dataset stands after `samples` samples; JSON."""
-        ...
-
-    def identity(self) -> dict[str, Any]:
-        """What decides the content of every sample; JSON."""
-        ...
-
-
-class BlendStream:
-    """Samples drawn from sources by whole weights, each source in its epoch order."""
-
-    def __init__(self, sources: Sequence[Chunks], weights: Sequence[float], seed: int) -> None:
-        self._sources = tuple(sources)
-        self._blend = Blend(quantise(weights))
-        self._orders = tuple(EpochOrder(source, seed) for source in sources)
-        self._seed = seed
-
-    def locate(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """(source [n], its sample [n]) of sample numbers [n]."""
-        sources, draws = self._blend.draw(numbers)
-        indices = np.empty_like(draws)
-        for source in np.unique(sources):
-            here = sources == source
-            indices[here] = self._orders[source].samples(draws[here])
-        return sources, indices
-
-    def read(self, numbers: Ints) -> list[Sample]:
-        sources, indices = self.locate(numbers)
-        return [self._sources[source].read(int(index)) for source, index in zip(sources, indices)]
-
-    def position(self, samples: int) -> dict[str, Any]:
-        drawn = self._blend.drawn(samples)
-        return {
-            "samples": samples,
-            "datasets": [
-                {
-                    "name": source.name,
-                    "drawn": count,
-                    "epoch": count // source.samples,
-                    "place": count % source.samples,
-                }
-                for source, count in zip(self._sources, drawn)
-            ],
-        }
-
-    def identity(self) -> dict[str, Any]:
-        return {
-            "seed": self._seed,
-            "datasets": [
-                {"fingerprint": source.fingerprint, "weight": weight}
-                for source, weight in zip(self._sources, self._blend.quantised)
-            ],
-        }
-
-
-class UnevenStream:
-    """The samples of builtin:uneven, in the order of their numbers."""
-
-    def __init__(self, source: Uneven) -> None:
-        self._source = source
-
-    def read(self, numbers: Ints) -> list[Sample]:
-        return [self._source.read(int(number)) for number in numbers]
-
-    def position(self, samples: int) -> dict[str, Any]:
-        return {"samples": samples, "datasets": [{"name": UNEVEN, "drawn": samples}]}
-
-    def identity(self) -> dict[str, Any]:
-        return {
-            "seed": self._source.seed,
-            "datasets": [{"fingerprint": f"{UNEVEN} of {self._source.vocab_size} ids", "weight": 1}],
-        }
+    documents: tuple[tuple[int, ...], ...] | None
 
 
 class Data:
     """Training and validation batches of a config.
 
-    Reads config.data.{train, validation, tokenizer}, config.batch.{global_size, sequence_length},
+    Reads config.data, config.batch.{global_size, sequence_length},
     config.model.vocab_size and config.run.seed. `lookahead` is 1 + the depth of multi-token prediction.
 
-    Raises DataError when a file is missing, empty or corrupt, a dataset is too short for one sample, the
+    Raises DataError when a file is missing, empty or corrupt, a dataset is too short for one sample, a document too
+    long for a packed one, the
     tokenizer has more ids than the model, or a token id is out of range; the last also from `batch`, as every
     batch is checked.
     """
@@ -153,6 +85,10 @@ class Data:
         self._global_size: int = config.batch.global_size
         self._sequence_length: int = config.batch.sequence_length
         self._lookahead = lookahead
+        self._packing: str = config.data.packing
+        self._cut_documents: bool = config.data.cut_documents
+        self._document_mask: bool = config.data.document_mask
+        self._reset_positions: bool = config.data.reset_positions
         self._tokenizer: Tokenizer | None = None
         self._train = self._open_side(config, config.data.train, "train")
         validation = config.data.validation
@@ -194,8 +130,25 @@ class Data:
         return {
             "global_size": self._global_size,
             "sequence_length": self._sequence_length,
+            "document_mask": self._document_mask,
+            "reset_positions": self._reset_positions,
+            **self._packing_identity(),
             **self._train.identity(),
         }
+
+    def _packing_identity(self) -> dict[str, Any]:
+        if self._packing == "none":
+            return {"packing": "none"}
+        return {
+            "packing": self._packing,
+            "packing_version": PACKING_VERSION,
+            "cut_documents": self._cut_documents,
+        }
+
+    @property
+    def _documents_apart(self) -> bool:
+        """Whether no token is predicted from another document than its own."""
+        return self._document_mask or self._packing != "none"
 
     def _batch(self, stream: Stream, step: int, replica: int, replicas: int, micro_size: int) -> list[MicroArrays]:
         if step < 1:
@@ -224,7 +177,17 @@ class Data:
                 targets[~sample.live, column] = NO_TARGET
         depths = [targets[depth : depth + length].copy() for depth in range(1, self._lookahead + 1)]
         positions = np.repeat(np.arange(length, dtype=np.int64)[:, None], len(samples), axis=1)
-        return MicroArrays(tokens[:length].copy(), depths[0], positions, tuple(depths[1:]), numbers.copy())
+        bounds: list[tuple[int, ...]] = []
+        for column, sample in enumerate(samples):
+            if sample.starts is None:
+                continue
+            for depth, labels in enumerate(depths, start=1):
+                labels[crosses(sample.starts, depth, length), column] = NO_TARGET
+            if self._reset_positions:
+                positions[:, column] = positions_within(sample.starts, length)
+            bounds.append(tuple(sample.starts[sample.starts < length].tolist()))
+        documents = tuple(bounds) if self._document_mask else None
+        return MicroArrays(tokens[:length].copy(), depths[0], positions, tuple(depths[1:]), numbers.copy(), documents)
 
     def _open_side(self, config: Any, setting: Any, side: str) -> Stream:
         entries = entries_of(setting)
@@ -239,6 +202,7 @@ class Data:
                 self._sequence_length,
                 self._lookahead,
                 side,
+                documents=self._documents_apart,
             )
             return UnevenStream(uneven)
         sources = [self._open(config, path, side) for path in paths]
@@ -252,7 +216,7 @@ class Data:
             held[source.fingerprint] = path
         return BlendStream(sources, [weight for _, weight in entries], config.run.seed)
 
-    def _open(self, config: Any, path: str, side: str) -> Chunks:
+    def _open(self, config: Any, path: str, side: str) -> Source:
         vocab_size: int = config.model.vocab_size
         if path in BUILTINS:
             dataset = open_stdlib(self._open_tokenizer(config), validation=side == "validation")
@@ -268,7 +232,10 @@ class Data:
         if metadata is not None and path != STDLIB:
             self._check_made_with(config, metadata, dataset)
         _check_ids(dataset, metadata, vocab_size)
-        return Chunks(dataset, self._sequence_length, self._lookahead, vocab_size)
+        if self._packing == "none":
+            return Chunks(dataset, self._sequence_length, self._lookahead, vocab_size, self._documents_apart)
+        index = find_or_build(dataset, self._sequence_length, self._cut_documents)
+        return Bins(dataset, index, self._lookahead, vocab_size)
 
     def _check_made_with(self, config: Any, metadata: Metadata, dataset: IndexedDataset) -> None:
         if metadata.tokenizer_fingerprint is None:
@@ -308,16 +275,17 @@ def too_many_ids(tokenizer: str, has: int, vocab_size: int) -> str:
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """What differs between two `Data.fingerprint()`s, a clause each; empty when the samples are the same."""
+    settings = ("global_size", "sequence_length", "seed", *_DOCUMENT_SETTINGS)
+    before, now = ({**_DOCUMENT_SETTINGS, **side} for side in (saved, current))
     found = [
-        f"{key} was {saved.get(key)!r} and is {current.get(key)!r}"
-        for key in ("global_size", "sequence_length", "seed")
-        if saved.get(key) != current.get(key)
+        f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in settings if before.get(key) != now.get(key)
     ]
-    before, now = saved.get("datasets") or [], current.get("datasets") or []
-    if [one["fingerprint"] for one in before] != [one["fingerprint"] for one in now]:
-        found.append(f"the data are not the same tokens ({len(before)} datasets before, {len(now)} now)")
-    elif before != now:
-        weights = [[one["weight"] for one in side] for side in (before, now)]
+    blend = [side.get("datasets") or [] for side in (saved, current)]
+    fingerprints = [[one["fingerprint"] for one in side] for side in blend]
+    if fingerprints[0] != fingerprints[1]:
+        found.append(f"the data are not the same tokens ({len(blend[0])} datasets before, {len(blend[1])} now)")
+    elif blend[0] != blend[1]:
+        weights = [[one["weight"] for one in side] for side in blend]
         found.append(f"the weights of the blend were {weights[0]} and are {weights[1]}")
     return found
 

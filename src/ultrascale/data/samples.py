@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.data.documents import PADDING
 from ultrascale.data.errors import DataError
 from ultrascale.data.indexed import IndexedDataset
 from ultrascale.data.permutation import KeyedPermutation, derive_key
@@ -28,10 +29,13 @@ class Sample:
 
     tokens  int64 [sequence_length + lookahead], fresh
     live    bool, same shape: whether a token may be a target; None means all of them
+    starts  int64 [documents], ascending from 0: where documents begin among the tokens, those of the lookahead too.
+            None when the sequence counts as one
     """
 
     tokens: Ints
     live: NDArray[np.bool_] | None = None
+    starts: Ints | None = None
 
 
 class Source(Protocol):
@@ -49,12 +53,18 @@ class Source(Protocol):
 class Chunks:
     """The samples of a token file, in file order.
 
-    With `vocab_size`, every token read is checked against it. Raises DataError when the file is too short for
+    With `vocab_size`, every token read is checked against it; with `documents`, samples say where documents begin. A
+    document that began before the chunk begins with it. Raises DataError when the file is too short for
     one sample, and from `read` when a token id is out of range.
     """
 
     def __init__(
-        self, dataset: IndexedDataset, sequence_length: int, lookahead: int = 1, vocab_size: int | None = None
+        self,
+        dataset: IndexedDataset,
+        sequence_length: int,
+        lookahead: int = 1,
+        vocab_size: int | None = None,
+        documents: bool = False,
     ) -> None:
         if sequence_length < 1 or lookahead < 1:
             raise ValueError(f"sequence_length={sequence_length} and lookahead={lookahead} must be at least 1")
@@ -62,6 +72,7 @@ class Chunks:
         self.name = dataset.prefix
         self.fingerprint = dataset.fingerprint
         self.sequence_length, self.lookahead, self.vocab_size = sequence_length, lookahead, vocab_size
+        self.documents = documents
         self.samples = (dataset.tokens - 1) // sequence_length
         if self.samples == 0:
             way_out = "prepare more text"
@@ -81,11 +92,15 @@ class Chunks:
         tokens = self.dataset.read(start, there)
         if self.vocab_size is not None:
             refuse_out_of_range(self.dataset, start, tokens, self.vocab_size)
+        starts = None
+        if self.documents:
+            begun = self.dataset.document_starts(start + 1, start + there) - start
+            starts = np.concatenate([np.zeros(1, np.int64), begun])
         if there == width:
-            return Sample(tokens)
-        padded = np.zeros(width, np.int64)
+            return Sample(tokens, starts=starts)
+        padded = np.full(width, PADDING, np.int64)
         padded[:there] = tokens
-        return Sample(padded, np.arange(width) < there)
+        return Sample(padded, np.arange(width) < there, starts)
 
 
 def refuse_out_of_range(dataset: IndexedDataset, start: int, tokens: Ints, vocab_size: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from math import gcd
 from typing import Any
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
@@ -67,7 +68,8 @@ class Mesh:
         """The mesh of a resolved config (`parallel.dp` filled in).
 
         `tp` is kv_shard × kv_replica: `kv_shard` divides the KV heads, and where tp is larger than their
-        number, `kv_replica` ranks hold the same one. `dp` is dp_replicate × dp_shard where parallel.dp_shard says so.
+        number, `kv_replica` ranks hold the same one. `cp` is cp_ring × cp_ulysses: the ranks that trade tokens for
+        heads are neighbours. `dp` is dp_replicate × dp_shard where parallel.dp_shard says so.
         """
         parallel = config.parallel
         if parallel.dp is None:
@@ -76,7 +78,11 @@ class Mesh:
         shards = min(tp, heads)
         if tp % shards:
             raise ValueError(f"parallel.tp={tp} neither divides nor is a multiple of model.num_key_value_heads={heads}")
-        factors = {"tp": (("kv_shard", shards), ("kv_replica", tp // shards))}
+        ulysses = ulysses_size(config)
+        factors = {
+            "tp": (("kv_shard", shards), ("kv_replica", tp // shards)),
+            "cp": (("cp_ring", parallel.cp // ulysses), ("cp_ulysses", ulysses)),
+        }
         if parallel.dp_shard is not None and parallel.dp_shard < parallel.dp:
             factors["dp"] = (("dp_replicate", parallel.dp // parallel.dp_shard), ("dp_shard", parallel.dp_shard))
         return cls(
@@ -214,3 +220,20 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({' '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
+
+
+def ulysses_size(config: Any) -> int:
+    """Ranks of cp that trade tokens for heads; the groups of them form the ring. A divisor of parallel.cp.
+
+    Where `context.ulysses_size` leaves it open: the largest that divides the query heads of a tp rank too.
+    """
+    cp: int = config.parallel.cp
+    if cp == 1:
+        return 1
+    context = config.context
+    if context.method in ("ring", "allgather"):
+        return 1
+    if context.method == "ulysses":
+        return cp
+    heads = config.model.num_attention_heads // config.parallel.tp
+    return int(context.ulysses_size or gcd(cp, heads))

@@ -50,6 +50,7 @@ def group_plan(
         GroupSpec(mesh.expand(["dp", "ep", "cp"])),  # gradients: the replicas of a dense parameter
         GroupSpec(mesh.expand(["dp", "ep", "cp", "pp"])),  # sums of losses and denominators
     ]
+    wanted += (GroupSpec((leaf,)) for leaf in ("cp_ring", "cp_ulysses") if leaf in mesh.leaves)  # keys, values, heads
     if "kv_replica" in mesh.leaves:
         wanted.append(GroupSpec(mesh.expand(["kv_replica"])))  # gradients of KV heads that several ranks hold
     if "dp_replicate" in mesh.leaves:

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tokens of one micro-batch, in the form [seq, batch] of every tensor between layers."""
+    """Tokens of one micro-batch, in the form [seq, batch] of every tensor between layers: a cp rank's own share."""
 
     inputs: torch.Tensor
     """int64 [seq, batch]"""
@@ -18,6 +18,8 @@ class MicroBatch:
     """Per prediction depth int64 [seq, batch], shifted before any cut; −100 = no target. Empty: logits are wanted."""
     positions: torch.Tensor
     """int64 [seq, batch]: position of each token in its sequence (or document)."""
+    documents: tuple[tuple[int, ...], ...] | None = None
+    """For each row where its documents begin in the whole sequence, whatever of it is here; None: one document."""
 
 
 @dataclass(frozen=True, slots=True)

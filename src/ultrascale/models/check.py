@@ -7,10 +7,12 @@ import importlib.machinery
 import os
 import re
 import sys
+from math import floor, pi
 
 from ultrascale.config.problem import Problem, choices
-from ultrascale.config.schema import Config
+from ultrascale.config.schema import Config, Llama3Scaling, Model, YarnScaling
 from ultrascale.models.family import FAMILIES
+from ultrascale.models.yarn import blended_pairs, pair_with_turns
 
 _OUTSIDE = re.compile(r"(?P<package>[A-Za-z_]\w*)(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -39,14 +41,90 @@ def check(config: Config) -> list[Problem]:
             f"{model.max_position_embeddings}, or raise model.max_position_embeddings"
         )
         problems.append(Problem("batch.sequence_length", message))
-    scaling = model.rope_scaling
-    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+    if isinstance(model.rope_scaling, Llama3Scaling):
+        problems += _llama3(model.rope_scaling)
+    if isinstance(model.rope_scaling, YarnScaling):
+        problems += _yarn(model.rope_scaling, model)
+    return problems + _window(model)
+
+
+def _window(model: Model) -> list[Problem]:
+    """Each layer has a type, and a sliding layer a window."""
+    types = model.layer_types
+    if types is None:
+        return []
+    if len(types) != model.num_hidden_layers:
+        message = f"model.layer_types has {len(types)} entries, and model.num_hidden_layers={model.num_hidden_layers}"
+        return [Problem("model.layer_types", f"{message}; give each layer one, or leave it out")]
+    if model.sliding_window is None:
+        if "sliding_attention" in types:
+            message = "model.layer_types names sliding_attention, and model.sliding_window is not set; set it"
+            return [Problem("model.sliding_window", message)]
+        message = "model.layer_types has no effect without model.sliding_window; leave it out"
+        return [Problem("model.layer_types", message, kind="idle")]
+    return []
+
+
+def _llama3(scaling: Llama3Scaling) -> list[Problem]:
+    """Problems of the scaling of Llama 3."""
+    if scaling.high_freq_factor > scaling.low_freq_factor:
+        return []
+    message = (
+        f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} must be above "
+        f"low_freq_factor={scaling.low_freq_factor}; Llama 3.1 has 4 and 1"
+    )
+    return [Problem("model.rope_scaling.high_freq_factor", message)]
+
+
+def _yarn(scaling: YarnScaling, model: Model) -> list[Problem]:
+    """Problems of YaRN: its formulas have no answer for some numbers, and would turn others round."""
+    problems = []
+    if scaling.beta_fast <= scaling.beta_slow:
         message = (
-            f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} must be above "
-            f"low_freq_factor={scaling.low_freq_factor}; Llama 3.1 has 4 and 1"
+            f"model.rope_scaling.beta_fast={scaling.beta_fast:g} must be above beta_slow={scaling.beta_slow:g}; the "
+            "paper has 32 and 1"
         )
-        problems.append(Problem("model.rope_scaling.high_freq_factor", message))
-    return problems
+        problems.append(Problem("model.rope_scaling.beta_fast", message))
+    if (scaling.mscale is None) != (scaling.mscale_all_dim is None):
+        alone, other = ("mscale", "mscale_all_dim") if scaling.mscale_all_dim is None else ("mscale_all_dim", "mscale")
+        message = (
+            f"model.rope_scaling.{alone}={getattr(scaling, alone):g} has no effect without {other}; give both, as "
+            f"DeepSeek's models do, or leave {alone} out"
+        )
+        problems.append(Problem(f"model.rope_scaling.{alone}", message))
+    elif scaling.attention_factor is not None and scaling.mscale is not None:
+        message = (
+            f"model.rope_scaling.mscale={scaling.mscale:g} and mscale_all_dim have no effect beside "
+            f"attention_factor={scaling.attention_factor:g}; leave them out, or the attention_factor"
+        )
+        problems.append(Problem("model.rope_scaling.mscale", message))
+    return problems or _yarn_range(scaling, model)
+
+
+def _yarn_range(scaling: YarnScaling, model: Model) -> list[Problem]:
+    """Whether there are frequencies on both sides of the blend."""
+    head_dim, length = model.head_dim, scaling.original_max_position_embeddings
+    if head_dim is None or head_dim < 2:
+        return []
+    if model.rope_theta <= 1:
+        message = f"model.rope_theta={model.rope_theta:g} must be above 1 under rope_type: yarn; 10000 is usual"
+        return [Problem("model.rope_theta", message)]
+    key = "model.rope_scaling.original_max_position_embeddings"
+    if pair_with_turns(scaling.beta_slow, scaling, model.rope_theta, head_dim) <= 0:
+        least = floor(2 * pi * scaling.beta_slow) + 1
+        message = (
+            f"{key}={length} is so short that no frequency turns beta_slow={scaling.beta_slow:g} times in it; use at "
+            f"least {least}, or rope_type: linear, which divides all of them"
+        )
+        return [Problem(key, message)]
+    kept, _ = blended_pairs(scaling, model.rope_theta, head_dim)
+    if kept >= head_dim / 2 - 1:
+        message = (
+            f"{key}={length}: every frequency turns beta_fast={scaling.beta_fast:g} times in it, and yarn divides "
+            "none of them; leave rope_scaling out, or use rope_type: linear"
+        )
+        return [Problem(key, message)]
+    return []
 
 
 def _family(name: str) -> list[Problem]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # this file is read by commands that must not import torch
     from ultrascale.parallel.objective import Term
     from ultrascale.parallel.passes import Pass
 
-FAMILIES = {"llama": "ultrascale.models.llama:Llama"}
+FAMILIES = {"llama": "ultrascale.models.llama:Llama", "qwen3": "ultrascale.models.qwen3:Qwen3"}
 """Families of the tree; any other is named `package.module:Family`."""
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ultrascale.config.schema import Config
 from ultrascale.models.sizes import Sizes, llama_sizes
-from ultrascale.models.transformer import Stage
+from ultrascale.models.transformer import Block, Stage
 from ultrascale.parallel.module import Build
 from ultrascale.parallel.objective import Term
 
 
 class Llama:
     """The Llama family, all sizes and versions."""
+
+    block: ClassVar[type[Block]] = Block
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -26,4 +30,4 @@ class Llama:
         return terms
 
     def stage(self, build: Build, layers: range, embedding: bool, head: bool) -> Stage:
-        return Stage(build, self.config, layers, embedding, head)
+        return Stage(build, self.config, layers, embedding, head, self.block)

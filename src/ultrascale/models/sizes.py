@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.config.schema import Config
+from ultrascale.config.schema import Config, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +37,20 @@ def llama_sizes(config: Config) -> Sizes:
         matmul_parameters=layers * (attention + mlp) + vocabulary,
         attention_width=layers * heads * head_dim,
     )
+
+
+def window_of(model: Model, layer: int) -> int | None:
+    """Tokens that a query sees at most in a layer, its own included; None: all before it."""
+    sliding = model.layer_types is None or model.layer_types[layer] == "sliding_attention"
+    return model.sliding_window if sliding else None
+
+
+def mean_keys(config: Config, layer: int) -> float:
+    """Keys that a query of a layer sees on average, by the usual convention for a causal mask: half of the sequence.
+
+    A window w of s tokens hides all but w from all but the first: w − w² / 2s. Document masks, which hang on the data,
+    are not counted.
+    """
+    length = config.batch.sequence_length
+    window = min(window_of(config.model, layer) or length, length)
+    return window - window**2 / (2 * length)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -10,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ultrascale.config.schema import Config, Model
 from ultrascale.kernels import reference
-from ultrascale.kernels.attention import causal_attention
 from ultrascale.models.batch import MicroBatch
 from ultrascale.models.rope import inverse_frequencies, rotation
+from ultrascale.models.sizes import window_of
 from ultrascale.parallel.cross_entropy import VocabularyShard, head_loss
 from ultrascale.parallel.layout import Constant, Kind, Layout, Normal, Tie, Use
 from ultrascale.parallel.module import Build, Module
@@ -117,8 +118,10 @@ class _SplitHeads(torch.autograd.Function):
 class Attention(Module):
     """Grouped-query attention with rotary positions; q, k and v are one GEMM."""
 
-    def __init__(self, build: Build, model: Model, prefix: str) -> None:
+    def __init__(self, build: Build, model: Model, layer: int) -> None:
         super().__init__(build)
+        prefix = f"layers.{layer}.attention"
+        self.window = window_of(model, layer)
         heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
         assert kv_heads is not None
         assert head_dim is not None
@@ -140,18 +143,22 @@ class Attention(Module):
 
     def forward(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
         """x [seq (/ tp), batch, hidden] → the same"""
-        assert current.rotation is not None
         qkv = self.qkv(x, current)
         if self.build.recompute == "selective" and current.sink is not None:
-            mixed = checkpoint(self._mix, qkv, *current.rotation, use_reentrant=False, preserve_rng_state=False)
+            mixed = checkpoint(self._mix, qkv, current, use_reentrant=False, preserve_rng_state=False)
         else:
-            mixed = self._mix(qkv, *current.rotation)
+            mixed = self._mix(qkv, current)
         return self.out(mixed, current)
 
-    def _mix(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _mix(self, qkv: torch.Tensor, current: Pass) -> torch.Tensor:
         """qkv [seq, batch, (heads + 2 kv_heads) / tp · head_dim] → [seq, batch, heads / tp · head_dim]"""
-        q, k, v = _SplitHeads.apply(qkv, self.local_heads, self.local_kv_heads, cos, sin)
-        return causal_attention(q, k, v).flatten(2)
+        q, k, v = self._heads(qkv, current)
+        return self.build.attention(q, k, v, current.documents, self.window).flatten(2)
+
+    def _heads(self, qkv: torch.Tensor, current: Pass) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [seq, batch, heads / tp, head_dim] and k, v [seq, batch, kv_heads / tp, head_dim], q and k rotated."""
+        assert current.rotation is not None
+        return _SplitHeads.apply(qkv, self.local_heads, self.local_kv_heads, *current.rotation)
 
 
 class MLP(Module):
@@ -180,11 +187,13 @@ class MLP(Module):
 class Block(Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    attention_class: ClassVar[type[Attention]] = Attention
+
     def __init__(self, build: Build, model: Model, index: int) -> None:
         super().__init__(build)
         prefix, hidden, eps = f"layers.{index}", model.hidden_size, model.rms_norm_eps
         self.attention_norm = RMSNorm(build, norm_weight(f"{prefix}.attention_norm.weight", hidden, build), eps)
-        self.attention = Attention(build, model, f"{prefix}.attention")
+        self.attention = self.attention_class(build, model, index)
         self.mlp_norm = RMSNorm(build, norm_weight(f"{prefix}.mlp_norm.weight", hidden, build), eps)
         self.mlp = MLP(build, model, f"{prefix}.mlp")
 
@@ -240,9 +249,18 @@ class Stage(Module):
     """A run of layers, with the embedding before it or the head behind it where the partition puts them.
 
     layers     indices of this stage's blocks, global; may be empty
+    block      makes a block from (build, model, index)
     """
 
-    def __init__(self, build: Build, config: Config, layers: range, embedding: bool, head: bool) -> None:
+    def __init__(
+        self,
+        build: Build,
+        config: Config,
+        layers: range,
+        embedding: bool,
+        head: bool,
+        block: Callable[[Build, Model, int], nn.Module] = Block,
+    ) -> None:
         super().__init__(build)
         model = config.model
         self.embedding = (
@@ -250,7 +268,7 @@ class Stage(Module):
             if embedding
             else None
         )
-        self.blocks = nn.ModuleList(Block(build, model, index) for index in layers)
+        self.blocks = nn.ModuleList(block(build, model, index) for index in layers)
         self.names = [f"layers.{index}" for index in layers]
         self.head = Head(build, model, self.embedding) if head else None
         self.frequency = inverse_frequencies(model)
@@ -280,6 +298,7 @@ class Stage(Module):
             x = hidden
         if len(self.blocks) and current.rotation is None:
             current.rotation = rotation(batch.positions, self.frequency, wide(x.dtype))
+            current.documents = batch.documents
         for name, block in zip(self.names, self.blocks, strict=True):
             x = run_unit(name, block, current, x, recompute=self.build.recompute == "full")
         if self.head is None:

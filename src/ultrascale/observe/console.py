@@ -43,6 +43,7 @@ class StartUp:
     precision         stage of a number → dtype, e.g. {"compute": "bfloat16", "masters": "float32"}
     steps             run.steps
     first_step        the first step of this start; above 1 when the run is resumed
+    tokens_before     read before it
     notes             anything else: heading → text
     """
 
@@ -60,6 +61,7 @@ class StartUp:
     precision: Mapping[str, str]
     steps: int
     first_step: int = 1
+    tokens_before: int = 0
     notes: Mapping[str, str] | None = None
 
     def rows(self) -> list[tuple[str, str]]:
@@ -70,6 +72,7 @@ class StartUp:
         mesh = " × ".join(f"{axis} {size}" for axis, size in self.axes.items())
         micro_batches = self.global_size // (self.replicas * self.micro_size)
         tokens = self.global_size * self.sequence_length
+        in_all = self.tokens_before + tokens * max(0, self.steps + 1 - self.first_step)
         begins = f", resumed at step {self.first_step}" if self.first_step > 1 else ""
         if self.first_step > self.steps:
             begins = f", finished already at step {self.first_step - 1}"
@@ -87,7 +90,7 @@ class StartUp:
             ),
             ("schedule", self.schedule),
             ("precision", ", ".join(f"{stage} {dtype}" for stage, dtype in self.precision.items())),
-            ("steps", f"{self.steps:,}{begins}, {tokens * self.steps:,} tokens in all"),
+            ("steps", f"{self.steps:,}{begins}, {in_all:,} tokens in all"),
             *(self.notes or {}).items(),
         ]
 

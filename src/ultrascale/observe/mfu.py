@@ -22,18 +22,13 @@ def flops_per_token(matmul_parameters: float, attention_width: float, mean_keys:
                        one), only the experts that a token is sent to; not the embedding, whose rows are
                        looked up
     attention_width    sum over layers and query heads of (query/key head size + value head size)
-    mean_keys          keys that a query sees, on average: `causal_keys` of the sequence length; less under a
-                       sliding window
+    mean_keys          keys that a query sees, on average over layers: half the sequence under a causal mask, less
+                       under a sliding window
 
     A multiply-add is 2 FLOPs and the backward costs twice the forward: 2 · 3 per parameter; the scores and
     their product with the values cost 2 · 3 · (query/key size + value size) per query and key.
     """
     return 6.0 * matmul_parameters + 6.0 * attention_width * mean_keys
-
-
-def causal_keys(sequence_length: int) -> float:
-    """Mean number of keys under a causal mask, by the usual convention: half the sequence length (tokens)."""
-    return sequence_length / 2
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, devices: int, peak: float | None) -> float | None:

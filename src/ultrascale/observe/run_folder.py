@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ultrascale.config.meaning import differences
+from ultrascale.config import meaning
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 
@@ -227,7 +227,7 @@ class RunFolder:
                 )
             try:
                 saved = yaml.safe_load((self.path / "config.yaml").read_bytes())
-                changed = differences(saved, config)
+                changed = meaning.refused(meaning.differences(saved, config), config)
             except (OSError, yaml.YAMLError, AttributeError) as error:
                 raise RunFolderError(
                     f"run.dir={self.path} holds a run whose config.yaml cannot be read; {way_out}"
@@ -237,7 +237,8 @@ class RunFolder:
                 self.finished_step = before["step"]
             if changed:
                 raise RunFolderError(
-                    f"run.dir={self.path} holds a different run: {'; '.join(changed)}; set these back, or {way_out}"
+                    f"run.dir={self.path} holds a different run: {'; '.join(change.text for change in changed)}; "
+                    f"{meaning.way_out(changed, config)}, or {way_out}"
                 )
         for name in ("metrics.jsonl", "events.jsonl"):
             self._cut_torn_line(name)

@@ -112,8 +112,11 @@ def runs(spans: Iterable[Span], chosen: Callable[[Span], bool]) -> list[tuple[in
     return merged
 
 
-def _bucket_key(stored: Stored, mesh: Mesh) -> tuple[tuple[str, ...], str | None]:
-    """(batch axes of the reduction, tie): tensors with one key may share a bucket."""
+_Key = tuple[tuple[str, ...], str | None]
+"""(batch axes of the reduction, tie): tensors with one key may share a bucket."""
+
+
+def _bucket_key(stored: Stored, mesh: Mesh) -> _Key:
     batch = set(mesh.expand(BATCH_AXES))
     keys = {tuple(a for a in layout.gradient_axes(mesh) if a in batch) for layout in stored.members}
     if len(keys) != 1:
@@ -131,18 +134,19 @@ def make_buckets(
     """
     if sharding.stage >= 2:
         bucket_bytes = 0
-    groups: dict[tuple[tuple[str, ...], str | None], list[list[Entry]]] = {}
-    sizes: dict[tuple[tuple[str, ...], str | None], int] = {}
+    groups: dict[_Key, list[list[Entry]]] = {}
+    sizes: dict[_Key, int] = {}
+    # A unit stays whole: its tensors become ready together, and later stages of ZeRO gather it as one.
+    units: dict[tuple[_Key, str], list[Entry]] = {}
     for entry in reversed(entries):
-        key = _bucket_key(entry.stored, mesh)
-        size = entry.parameter.numel() * policy.accumulate.itemsize
+        units.setdefault((_bucket_key(entry.stored, mesh), entry.units[0]), []).append(entry)
+    for (key, _), members in units.items():
+        size = sum(entry.parameter.numel() for entry in members) * policy.accumulate.itemsize
         buckets = groups.setdefault(key, [])
-        # A unit stays whole: its tensors become ready together, and later stages of ZeRO gather it as one.
-        same_unit = bool(buckets) and buckets[-1][-1].units[0] == entry.units[0]
-        if not buckets or (sizes[key] + size > bucket_bytes and not same_unit):
+        if not buckets or sizes[key] + size > bucket_bytes:
             buckets.append([])
             sizes[key] = 0
-        buckets[-1].append(entry)
+        buckets[-1] += members
         sizes[key] += size
     made = []
     for (axes, tie), buckets in groups.items():

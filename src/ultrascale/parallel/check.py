@@ -6,23 +6,23 @@ sweeps change sizes alone.
 
 from __future__ import annotations
 
-from math import lcm
-
 from ultrascale.config.problem import Problem, choices
 from ultrascale.config.schema import Config, Model, Parallel
+from ultrascale.parallel.context.split import Cut, sequence_multiple
 
 
 def check(config: Config) -> list[Problem]:
     """Problems of the keys `parallel.*` and `context.*`. Takes a resolved config."""
-    return [*_not_in_this_version(config), *_sharding(config), *(_heads_and_features(config) or _sequence(config))]
+    return [
+        *_not_in_this_version(config),
+        *_sharding(config),
+        *(_heads_and_features(config) or _context(config) or _sequence(config)),
+    ]
 
 
 def _not_in_this_version(config: Config) -> list[Problem]:
     parallel = config.parallel
     problems = []
-    if parallel.cp > 1:
-        message = f"parallel.cp={parallel.cp}: context parallelism is not in this version; use 1, and parallel.tp"
-        problems.append(Problem("parallel.cp", message))
     if parallel.ep > 1:
         message = f"parallel.ep={parallel.ep}: expert parallelism is not in this version; use 1, and parallel.dp"
         problems.append(Problem("parallel.ep", message))
@@ -43,9 +43,10 @@ def _sharding(config: Config) -> list[Problem]:
         "parallel.dp_shard": stage == 0 and shard is not None,
         "parallel.prefetch": stage < 3 and parallel.prefetch != Parallel().prefetch,
         "parallel.keep_gathered": stage < 3 and parallel.keep_gathered,
+        "parallel.bucket_bytes": stage > 1 and parallel.bucket_bytes != Parallel().bucket_bytes,
     }
     for key in (key for key, without_effect in idle.items() if without_effect):
-        needed = 1 if key == "parallel.dp_shard" else 3
+        needed = {"parallel.dp_shard": 1, "parallel.bucket_bytes": "0 or 1"}.get(key, 3)
         message = f"{key} has no effect under parallel.zero_stage={stage}; leave it out, or use {needed}"
         problems.append(Problem(key, message, kind="idle"))
     return problems
@@ -80,23 +81,41 @@ def _kv_heads(model: Model) -> int:
     return model.num_key_value_heads or model.num_attention_heads
 
 
+def _context(config: Config) -> list[Problem]:
+    """Ulysses gives each of its ranks whole query heads; a hybrid's size cuts cp."""
+    cp, context = config.parallel.cp, config.context
+    heads = config.model.num_attention_heads // config.parallel.tp
+    size = context.ulysses_size
+    if size is not None and context.method != "hybrid":
+        message = f"context.ulysses_size={size} has no effect under context.method={context.method}; leave it out"
+        return [Problem("context.ulysses_size", f"{message}, or use context.method=hybrid", kind="idle")]
+    local = f"the {heads} query heads of a tp rank (model.num_attention_heads / parallel.tp)"
+    if context.method == "ulysses" and heads % cp:
+        message = f"context.method=ulysses gives each of parallel.cp={cp} ranks whole heads, and {local} do not divide"
+        return [Problem("context.method", f"{message}; use hybrid, or ring")]
+    if context.method == "hybrid" and size is not None and cp > 1 and (cp % size or heads % size):
+        broken = f"parallel.cp={cp}" if cp % size else local
+        fitting = choices([n for n in range(1, cp + 1) if cp % n == 0 and heads % n == 0])
+        message = f"context.ulysses_size={size} does not divide {broken}; use {fitting}"
+        return [Problem("context.ulysses_size", message)]
+    return []
+
+
 def _sequence(config: Config) -> list[Problem]:
-    """Sequences are cut into cp pieces (2·cp for zigzag), and each rank's share again into tp."""
-    parallel, length = config.parallel, config.batch.sequence_length
-    pieces, reasons, ways_out = 1, [], []
-    if parallel.cp > 1 and config.context.split == "zigzag":
-        pieces = 2 * parallel.cp
-        reasons.append(f"2·parallel.cp={pieces}, zigzag")
+    """Sequences are cut into cp pieces (2·cp for a ring's zigzag), and each rank's share again into tp."""
+    parallel, length, pieces = config.parallel, config.batch.sequence_length, sequence_multiple(config)
+    if config.context.pad or length % pieces == 0:
+        return []
+    reasons, ways_out = [], ["context.pad=true"]
+    cut = Cut.of(config)
+    if cut.multiple > cut.size:
+        reasons.append(f"2·parallel.cp={cut.multiple}, zigzag")
         ways_out.append("context.split=contiguous")
     elif parallel.cp > 1:
-        pieces = parallel.cp
-        reasons.append(f"parallel.cp={pieces}")
+        reasons.append(f"parallel.cp={parallel.cp}")
     if parallel.sequence_parallel and parallel.tp > 1:
-        pieces = lcm(pieces, parallel.cp * parallel.tp)
         reasons.append(f"parallel.tp={parallel.tp} with parallel.sequence_parallel")
         ways_out.append("parallel.sequence_parallel=false")
-    if length % pieces == 0:
-        return []
     below = length // pieces * pieces
     lengths = choices([size for size in (below, below + pieces) if size])
     message = (

@@ -44,6 +44,10 @@ UNDER_WAY = 1
 """Reduce-scatters of a micro-batch that may be under way while the next unit's gradients are made (stages 2, 3)."""
 
 
+class GradientError(Exception):
+    """A gradient would be lost: it came when the sum that it belongs to was already on its way."""
+
+
 class Gradients:
     """Accumulation and reduction of the gradients of a store's buckets.
 
@@ -62,6 +66,8 @@ class Gradients:
         """In the order in which all replicas issue them."""
         self._missing: dict[_Round, set[Use]] = {}
         """Whose gradients are still to come; empty once the reduction has been issued."""
+        self._complete: set[tuple[str, int, int]] = set()
+        """(unit, stage, micro-batch) whose gradients are said to be there."""
         self._deferred: dict[tuple[int, int], list[WeightGradient]] = {}
         """(stage, micro-batch) whose backward is split → what its BW has to do."""
 
@@ -69,33 +75,45 @@ class Gradients:
 
     def begin_step(self, last_backward: Mapping[int, int]) -> None:
         """Zeroes the gradients; `last_backward` says for each stage the micro-batch whose backward comes last."""
-        assert not self._issued, "a reduction of the last step was never awaited"
+        if self._issued:
+            raise GradientError(
+                "gradients of the last step are still on their way; call Gradients.finish() before another"
+            )
         self._last = dict(last_backward)
         self._missing = {}
+        self._complete = set()
         for bucket in self.buckets:
             bucket.gradients.zero_()
             if bucket.accumulator is not None:
                 bucket.accumulator.zero_()
 
-    def _target(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _target(self, parameter: torch.Tensor, stage: int, micro_batch: int) -> torch.Tensor:
+        """Where a parameter's gradients are added up. Raises GradientError when their sum is on its way."""
         try:
             bucket, start, shape = self.store.place[id(parameter)]
         except KeyError:
             raise KeyError("a gradient came for a tensor that no bucket holds") from None
-        closed = self._missing.get((bucket, *WHOLE_STEP)) == set()
-        assert not closed, f"a gradient of {bucket.uses} came after its reduction was issued"
+        if self._missing.get(self._round(bucket, stage, micro_batch)) == set():
+            names = ", ".join(span.layout.name for span in bucket.spans if span.start <= start < span.stop)
+            raise GradientError(
+                f"a gradient of {names} came after its reduction was issued; use a parameter only inside units that "
+                "hold it (run_unit), and give a unit that is run twice a name for each time in units()"
+            )
         self._touched.add(id(parameter))
         if bucket.accumulator is None:
             bucket.accumulator = bucket.gradients.new_zeros(bucket.numel)
         return bucket.accumulator[start : start + prod(shape)].view(shape)
 
+    def _round(self, bucket: Bucket, stage: int, micro_batch: int) -> _Round:
+        return (bucket, stage, micro_batch) if self.passes_on else (bucket, *WHOLE_STEP)
+
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor, stage: int, micro_batch: int) -> None:
-        self._target(parameter).add_(gradient)
+        self._target(parameter, stage, micro_batch).add_(gradient)
 
     def accumulate_product(
         self, parameter: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, stage: int, micro_batch: int
     ) -> None:
-        target = self._target(parameter)[: dy.shape[1]]
+        target = self._target(parameter, stage, micro_batch)[: dy.shape[1]]
         if dy.dtype == target.dtype:
             target.addmm_(dy.t(), x)
         else:
@@ -109,7 +127,7 @@ class Gradients:
         stage: int,
         micro_batch: int,
     ) -> None:
-        target = self._target(parameter)
+        target = self._target(parameter, stage, micro_batch)
         target.index_add_(0, rows, gradient.to(target.dtype))
 
     # ---- split backward -------------------------------------------------------------------------------------------
@@ -149,7 +167,13 @@ class Gradients:
         self.defer(_UnitDone(self, unit, stage, micro_batch), stage, micro_batch)
 
     def complete(self, unit: str, stage: int, micro_batch: int) -> None:
-        """A unit's weight gradients of one micro-batch are there."""
+        """A unit's weight gradients of one micro-batch are there. Raises GradientError when they have been before."""
+        if (unit, stage, micro_batch) in self._complete:
+            raise GradientError(
+                f"the unit {unit} was run twice in one pass, and its gradients were sent after the first; list it in "
+                "units() once for each time, under names of their own"
+            )
+        self._complete.add((unit, stage, micro_batch))
         self._settle(stage, micro_batch, [unit])
 
     def reduce(self, stage: int, micro_batch: int) -> None:
@@ -165,7 +189,7 @@ class Gradients:
             return
         done = {(stage, unit) for unit in units}
         for bucket in self.buckets:
-            key: _Round = (bucket, stage, micro_batch) if self.passes_on else (bucket, *WHOLE_STEP)
+            key = self._round(bucket, stage, micro_batch)
             missing = self._missing.get(key)
             if missing is None:
                 missing = {use for use in bucket.uses if not self.passes_on or use[0] == stage}

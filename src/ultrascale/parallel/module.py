@@ -9,6 +9,7 @@ from torch import nn
 
 from ultrascale.comm.group import Group
 from ultrascale.mesh.axes import Mesh
+from ultrascale.parallel.context.attention import ContextAttention
 from ultrascale.parallel.layout import Layout, Stored
 from ultrascale.precision.policy import Policy
 
@@ -24,6 +25,8 @@ class Build:
     policy: Policy
     recompute: str
     """none | selective | full"""
+    attention: ContextAttention
+    """Over the tokens of all cp ranks."""
 
     @property
     def tp(self) -> int:

@@ -82,6 +82,8 @@ class Pass:
     """None where every rank holds all of its parameters all the time."""
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     """cos and sin [seq, batch, 1, head_dim / 2] of this micro-batch's positions, made once per pass."""
+    documents: tuple[tuple[int, ...], ...] | None = None
+    """Where the documents of each row begin; None: attention goes over whole rows."""
 
     def visit(self, unit: str, backward: bool) -> Visit:
         """This pass in one unit."""

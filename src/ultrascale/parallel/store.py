@@ -26,9 +26,10 @@ from ultrascale.precision.policy import Policy
 class Store:
     """Buckets of all stages on this rank, and their memory.
 
-    stages       stage → its units in order of use, (name, module)
-    group_of     communication group of some leaf axes, seen from this rank (size 1 when they have size 1)
-    copies_of    the group over pp that holds copies of a stage's parameters, or of a tie's (size 1: no other copy)
+    stages         stage → its units in order of use, (name, module)
+    group_of       communication group of some leaf axes, seen from this rank (size 1 when they have size 1)
+    copies_of      the group over pp that holds copies of a stage's parameters, or of a tie's (size 1: no other copy)
+    bucket_bytes   up to which units share a bucket, at ZeRO stages 0 and 1
     """
 
     def __init__(
@@ -44,16 +45,17 @@ class Store:
     ) -> None:
         self.mesh, self.rank, self.policy, self.sharding = mesh, rank, policy, sharding
         self.group_of, self._copies_of = group_of, copies_of
+        self.bucket_bytes = bucket_bytes
         self.units = {stage: [name for name, _ in units] for stage, units in stages.items()}
         self._roots = [module for units in stages.values() for _, module in units]
         self.buckets: list[Bucket] = []
         self._aliases: dict[int, nn.Parameter] = {}
         """A tied parameter's further tensors on this rank (by id) → the one that is stored."""
-        self._make_buckets(stages, bucket_bytes)
+        self._make_buckets(stages)
         self.place: dict[int, tuple[Bucket, int, tuple[int, ...]]] = {}
         """Parameter (by id) → its bucket, where it begins, its shape."""
 
-    def _make_buckets(self, stages: Mapping[int, list[tuple[str, nn.Module]]], bucket_bytes: int) -> None:
+    def _make_buckets(self, stages: Mapping[int, list[tuple[str, nn.Module]]]) -> None:
         """Buckets of all stages; stages of one rank that use a tied parameter share one tensor of it."""
         ties: dict[str, Entry] = {}
         further: dict[str, list[Use]] = {}
@@ -68,7 +70,9 @@ class Store:
                 if tie:
                     ties[tie.group] = entry
                 entries.append(entry)
-            self.buckets += make_buckets(stage, entries, self.mesh, self.rank, self.policy, self.sharding, bucket_bytes)
+            self.buckets += make_buckets(
+                stage, entries, self.mesh, self.rank, self.policy, self.sharding, self.bucket_bytes
+            )
         for bucket in self.buckets:
             bucket.uses += tuple(further.get(bucket.tie or "", ()))
 
@@ -115,11 +119,13 @@ class Store:
         )
 
     def _rebind(self, made: Mapping[int, nn.Parameter]) -> None:
-        """Puts the real parameters where the meta ones were, in every module that uses them (ties: in several)."""
-        for root in self._roots:
-            for module in root.modules():
-                if isinstance(module, Module):
-                    module.replace({name: made[id(p)] for name, p in module.named_parameters(recurse=False)})
+        """Puts the real parameters where the meta ones were, in every module that uses them (ties: in several).
+
+        A module that is several units, or is in several, is there once.
+        """
+        for module in dict.fromkeys(module for root in self._roots for module in root.modules()):
+            if isinstance(module, Module):
+                module.replace({name: made[id(p)] for name, p in module.named_parameters(recurse=False)})
         for bucket in self.buckets:
             bucket.entries = [replace(entry, parameter=made[id(entry.parameter)]) for entry in bucket.entries]
 

@@ -98,6 +98,11 @@ class Weights:
             for bucket in reversed(self.store.buckets):
                 self._issue(bucket)
 
+    def settle(self) -> None:
+        """Waits for all gathers that are under way: what ranks keep of the weights may then be looked at."""
+        for bucket in list(self._gathering):
+            self._wait(bucket)
+
     def _issue(self, bucket: Bucket) -> None:
         """Begins a gather, if the weights are not there or on their way."""
         if bucket in self._gathering or (self.shared_out and bucket.weights is not None):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ultrascale.models.sizes import llama_sizes
+from ultrascale.models.sizes import llama_sizes, mean_keys
 from ultrascale.pipeline.actions import Kind, Plan
 from ultrascale.pipeline.balance import LayerCosts, Memory, Stages, balanced
 from ultrascale.pipeline.costs import Costs, parse_costs
@@ -44,12 +44,12 @@ def layer_costs(config: Config) -> LayerCosts:
     tokens = config.batch.micro_size * config.batch.sequence_length // config.parallel.cp
     vocabulary = model.vocab_size * model.hidden_size
     matmul = (sizes.matmul_parameters - vocabulary) / layers
-    scores = 2 * sizes.attention_width / layers * config.batch.sequence_length / 2  # of a causal mask, half the keys
+    width = 2 * sizes.attention_width / layers
     passes = 4 if recompute == "full" else 3  # forward, twice as much backward, and the forward again
     kept = 2.0 if recompute == "full" else ACTIVATION_BYTES
     parameters = matmul + 2 * model.hidden_size
     return LayerCosts(
-        time=(passes * 2 * tokens * (matmul + scores) / tp,) * layers,
+        time=tuple(passes * 2 * tokens * (matmul + width * mean_keys(config, i)) / tp for i in range(layers)),
         embedding=0.0,
         head=3 * 2 * tokens * vocabulary / tp,
         parameter_bytes=(STATE_BYTES * parameters / tp,) * layers,

@@ -1,0 +1,250 @@
+"""How a family stands in a Hugging Face folder: its parameters' names there, and its fields of config.json, as data.
+
+The data of the families of the tree are in `hugging_face_families.py`; here is what is done with them, the same for
+all. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from ultrascale.config.schema import Model
+
+Dims = tuple[int, ...]
+
+
+class HuggingFaceError(Exception):
+    """A Hugging Face folder, or a model, that does not fit the other side; the text names all that is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One logical parameter, or one of each layer.
+
+    name     ours; `{layer}` stands for the layer's number
+    theirs   Hugging Face's
+    shape    sizes by their names in `sizes`
+    tied_to  ours that it is the same as under model.tie_word_embeddings: then it is not stored twice
+    """
+
+    name: str
+    theirs: str
+    shape: tuple[str, ...]
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of config.json that is a key of the model section.
+
+    default   what transformers takes when it is left out; REQUIRED: it must be there
+    """
+
+    ours: str
+    theirs: str
+    default: Any
+
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class FamilyMapping:
+    """A family in Hugging Face's words.
+
+    fixed      fields that have one value in this family, which is also what leaving them out means
+    not_read   last parts of tensor names that are no parameters: buffers of old exports
+    """
+
+    family: str
+    architecture: str
+    model_type: str
+    fields: Sequence[Field]
+    parameters: Sequence[Parameter]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    not_read: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A Hugging Face tensor as a box of a logical one.
+
+    shape   of the box
+    form    of the tensor there: the same number of elements in the same order
+    """
+
+    theirs: str
+    offset: Dims
+    shape: Dims
+    form: Dims
+
+
+@dataclass(frozen=True, slots=True)
+class Logical:
+    """A logical parameter, and the parts that tile it."""
+
+    shape: Dims
+    parts: tuple[Part, ...]
+
+
+def sizes(model: Model) -> dict[str, int]:
+    """The names that shapes are written in; takes a resolved model."""
+    assert model.head_dim is not None
+    assert model.num_key_value_heads is not None
+    return {
+        "vocabulary": model.vocab_size,
+        "hidden": model.hidden_size,
+        "queries": model.num_attention_heads * model.head_dim,
+        "keys": model.num_key_value_heads * model.head_dim,
+        "features": model.intermediate_size,
+    }
+
+
+def logical_parameters(mapping: FamilyMapping, model: Model) -> dict[str, Logical]:
+    """Every logical parameter of a resolved model, in the model's order."""
+    known = sizes(model)
+    found = {}
+    for parameter in _of_model(mapping, model):
+        if parameter.tied_to and model.tie_word_embeddings:
+            continue
+        shape = tuple(known[size] for size in parameter.shape)
+        found[parameter.name] = Logical(shape, (Part(parameter.theirs, (0,) * len(shape), shape, shape),))
+    return found
+
+
+def copies(mapping: FamilyMapping, model: Model) -> dict[str, str]:
+    """Their name → ours, of tensors that a folder may hold beside the one that they are tied to."""
+    tied = model.tie_word_embeddings
+    return {p.theirs: p.tied_to for p in mapping.parameters if p.tied_to and tied}
+
+
+def _of_model(mapping: FamilyMapping, model: Model) -> list[Parameter]:
+    """Parameters with the layers' numbers filled in; those of a layer lie together."""
+    found: list[Parameter] = []
+    layers = [p for p in mapping.parameters if "{layer}" in p.name]
+    for parameter in mapping.parameters:
+        if parameter not in layers:
+            found.append(parameter)
+        elif parameter is layers[0]:
+            for number in range(model.num_hidden_layers):
+                found += (
+                    Parameter(p.name.format(layer=number), p.theirs.format(layer=number), p.shape, p.tied_to)
+                    for p in layers
+                )
+    return found
+
+
+# ---- config.json ----------------------------------------------------------------------------------------------------
+
+
+def model_of(mapping: FamilyMapping, config: Mapping[str, Any]) -> Model:
+    """The resolved model section that a config.json describes.
+
+    Raises HuggingFaceError when it describes what the family is not: a field with another value than the fixed one, a
+    kind of rope scaling that is not known, sizes that are missing or make no sense.
+    """
+    problems = [
+        f"{key}={config[key]!r} is not what {mapping.architecture} has here, which is {value!r}"
+        for key, value in mapping.fixed.items()
+        if config.get(key, value) != value
+    ]
+    values: dict[str, Any] = {"family": mapping.family}
+    for one in mapping.fields:
+        value = config.get(one.theirs, one.default)
+        if value is REQUIRED:
+            problems.append(f"{one.theirs} is missing")
+        else:
+            values[one.ours] = value
+    values |= _rope(config, problems)
+    if not problems:
+        try:
+            return _resolved(Model.model_validate(values))
+        except ValidationError as error:
+            for detail in error.errors(include_url=False, include_context=False):
+                problems.append(f"{'.'.join(map(str, detail['loc']))}={detail['input']!r}: {detail['msg']}")
+        except ValueError as error:
+            problems.append(str(error))
+    raise HuggingFaceError("config.json: " + "; ".join(problems))
+
+
+def _resolved(model: Model) -> Model:
+    heads, width = model.num_attention_heads, model.hidden_size
+    if model.head_dim is None and width % heads:
+        raise ValueError(f"num_attention_heads={heads} does not divide hidden_size={width}, and there is no head_dim")
+    filled = {
+        "head_dim": model.head_dim or width // heads,
+        "num_key_value_heads": model.num_key_value_heads or heads,
+    }
+    return model.model_copy(update=filled)
+
+
+def _rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """rope_theta and rope_scaling, in the words of transformers 5 (rope_parameters) or of those before it."""
+    old = config.get("rope_scaling") or {}
+    given = config.get("rope_parameters") or old
+    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = given.get("rope_type", given.get("type", "default"))
+    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        problems.append(f"partial_rotary_factor={partial!r}: all of a head is rotated here")
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if kind != "llama3":
+        problems.append(f"rope_type={kind!r} is not known; default and llama3 are")
+        return {}
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [name for name in names if name not in given]
+    problems += (f"{name} of rope_type llama3 is missing" for name in missing)
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind} | {n: given[n] for n in names if n not in missing}}
+
+
+def config_json(
+    mapping: FamilyMapping, model: Model, dtype: str, base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The config.json of a resolved model.
+
+    base   that of the folder which the weights came from: what it says beside the model (ids of special tokens and
+           the like) is kept
+    """
+    config = dict(base or {})
+    config |= {"architectures": [mapping.architecture], "model_type": mapping.model_type}
+    config |= {one.theirs: getattr(model, one.ours) for one in mapping.fields}
+    config |= {key: value for key, value in mapping.fixed.items() if value is not None}
+    scaling = None if model.rope_scaling is None else model.rope_scaling.model_dump()
+    if "rope_parameters" in config:
+        config["rope_parameters"] = {"rope_theta": model.rope_theta, **(scaling or {"rope_type": "default"})}
+        config.pop("rope_theta", None)
+        config.pop("rope_scaling", None)
+    else:
+        config |= {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    return config
+
+
+NOT_OF_THE_WEIGHTS = (
+    "family",
+    "max_position_embeddings",
+    "initializer_range",
+    "depth_scaled_init",
+    "label_smoothing",
+    "z_loss_coefficient",
+    "options",
+)
+"""Keys of the model section that may differ from those of the folder that weights are read from."""
+
+
+def differences(configured: Model, found: Model) -> list[str]:
+    """A clause for each key in which two resolved models differ so that the weights of the one are not the other's."""
+    return [
+        f"model.{key}={_plain(getattr(configured, key))} is {_plain(getattr(found, key))} there"
+        for key in Model.model_fields
+        if key not in NOT_OF_THE_WEIGHTS and getattr(configured, key) != getattr(found, key)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if hasattr(value, "model_dump") else "null" if value is None else value

@@ -1,0 +1,462 @@
+"""Hugging Face folders in and out: bit for bit, under any layout, with the logits that transformers computes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoint_cases import header
+from hf_side import start
+from safetensors.torch import load_file, save_file
+
+from pool import pool
+from small import assembled, by_hand, config_of, tokens, whole
+from ultrascale import cli
+from ultrascale.assembly import logical_parameters
+from ultrascale.checkpoint import check
+from ultrascale.checkpoint.boxes import CheckpointError
+from ultrascale.checkpoint.convert import from_hf, to_hf
+from ultrascale.checkpoint.folder import folder_name
+from ultrascale.checkpoint.hugging_face import open_folder
+from ultrascale.checkpoint.state import state_boxes
+from ultrascale.checkpoint.workers import Workers
+from ultrascale.checkpoint.write import save
+from ultrascale.config.schema import Config, Model
+from ultrascale.generation import load_model
+from ultrascale.models.batch import MicroBatch
+from ultrascale.models.family import load_family
+from ultrascale.models.hugging_face import logical_parameters as their_parameters
+from ultrascale.models.hugging_face_families import MAPPINGS
+from ultrascale.parallel.passes import Pass
+
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "heads 4 of 2": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "heads 12 of 4": {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48},
+    "heads 6 of 2, wide": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "hidden_size": 36},
+    "heads 4 of 1, scaled": {"num_attention_heads": 4, "num_key_value_heads": 1, "rope_scaling": SCALING},
+    "heads 4 of 4, tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
+}
+SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 67, "rope_theta": 20000.0}
+
+
+def model_keys(name: str) -> dict[str, Any]:
+    return {f"model.{key}": value for key, value in (SIZE | MODELS[name]).items()} | {"model.rms_norm_eps": 1e-6}
+
+
+@cache
+def made(name: str, dtype: torch.dtype) -> transformers.LlamaForCausalLM:
+    """Theirs, with weights of the size that training leaves."""
+    torch.manual_seed(1)
+    values = {"max_position_embeddings": 128, **SIZE, **MODELS[name]}
+    rope = {"rope_theta": values.pop("rope_theta"), **(values.pop("rope_scaling", None) or {"rope_type": "default"})}
+    config = transformers.LlamaConfig(**values, rope_parameters=rope, initializer_range=0.2, use_cache=False)
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder in bfloat16, several files, with a tokenizer of sorts."""
+    made("heads 4 of 2", torch.bfloat16).save_pretrained(tmp_path / "hf", max_shard_size="12KB")
+    (tmp_path / "hf" / "tokenizer.json").write_text('{"model": {}}')
+    return tmp_path / "hf"
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def inward(source: Path, target: Path) -> Path:
+    with Workers(1, 16 << 20) as workers:
+        from_hf(source, target, workers)
+    return target
+
+
+def outward(source: Path, target: Path, **options: Any) -> Path:
+    with Workers(1, 16 << 20) as workers:
+        to_hf(source, target, workers, **options)
+    return target
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_mapping_names_the_parameters_of_the_family_in_their_shapes(name: str) -> None:
+    config = config_of(model_keys(name))
+    (mapping,) = (mapping for mapping in MAPPINGS if mapping.family == config.model.family)
+    layouts = logical_parameters(config, load_family(config.model.family)(config), by_hand(config, 0))
+    expected = {layout.name: layout.shape for layout in layouts}
+    assert {name: one.shape for name, one in their_parameters(mapping, config.model).items()} == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_in_and_out_again_gives_every_bit_back(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    theirs = made(name, dtype)
+    theirs.save_pretrained(tmp_path / "hf")
+    outward(inward(tmp_path / "hf", tmp_path / "checkpoint"), tmp_path / "back", shard_bytes=9_000)
+    before, after = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert ("lm_head.weight" in after) != MODELS[name].get("tie_word_embeddings", False)
+    for key, tensor in before.items():
+        assert after[key].dtype == dtype
+        assert torch.equal(after[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config == json.loads((tmp_path / "hf" / "config.json").read_text())
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in after.values())
+    assert index["weight_map"].keys() == after.keys()
+
+
+def test_a_tensor_in_a_dtype_of_its_own_comes_back_in_it(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        tensors = {k: t.double() if k == "model.norm.weight" else t for k, t in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
+    outward(inward(folder, tmp_path / "c"), tmp_path / "back")
+    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
+    assert {t.dtype for t in before.values()} == {torch.bfloat16, torch.float64}
+    assert all(before[k].dtype == after[k].dtype and torch.equal(before[k], after[k]) for k in before)
+
+
+def our_logits(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
+    """[batch, seq, vocabulary] of our model, for ids [batch, seq]."""
+    assembly = load_model(checkpoint, torch.device("cpu"))
+    (stage,) = assembly.stages.values()
+    positions = torch.arange(ids.shape[1]).unsqueeze(1).expand(-1, ids.shape[0]).contiguous()
+    with torch.no_grad():
+        out = stage(None, MicroBatch(ids.t().contiguous(), (), positions), Pass(0, 0, None))
+    return out["logits"].transpose(0, 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_exported_loads_in_transformers_with_our_logits(tmp_path: Path, name: str) -> None:
+    config = config_of(
+        {
+            **model_keys(name),
+            "model.initializer_range": 0.2,
+            "precision.compute": "float32",
+            "batch.sequence_length": 64,
+        }
+    )
+    assembly = assembled(config)
+    saved = {**header(3), "config": config.model_dump(mode="json")}
+    save(tmp_path / folder_name(3), list(state_boxes(assembly.optimizer, owned=True)), saved)
+    exported = outward(tmp_path / folder_name(3), tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    assert theirs.dtype == torch.float32
+    assert (exported / "generation_config.json").exists()
+    ids = torch.randint(0, 67, (2, 64), generator=torch.Generator().manual_seed(0))
+    logits = theirs(input_ids=ids).logits.detach()
+    ours = our_logits(tmp_path / folder_name(3), ids)
+    assert (ours - logits).abs().max() < 1e-5 * max(1.0, logits.abs().max().item())
+    # And not because both say the same whatever the weights are.
+    assert logits.std() > 0.1
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "tp=2": (2, {"parallel.tp": 2}),
+    "pp=2": (2, {"parallel.pp": 2}),
+    "dp=2, zero 3": (2, {"parallel.dp": 2, "parallel.zero_stage": 3}),
+    "tp=2 pp=2": (4, {"parallel.tp": 2, "parallel.pp": 2}),
+}
+
+
+@pytest.mark.parametrize("name", ["heads 6 of 2, wide", "heads 4 of 1, scaled", "heads 4 of 4, tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_starts_from_a_folder_under_any_layout_and_reads_only_its_own_bytes(
+    tmp_path: Path, name: str, layout: str
+) -> None:
+    world, overrides = LAYOUTS[layout]
+    made(name, torch.bfloat16).save_pretrained(tmp_path / "hf", max_shard_size="12KB")
+    config = config_of({**model_keys(name), **overrides, "precision.compute": "float32"}, world)
+    path = str(tmp_path / "hf")
+    ranks = [start(None, config, path)] if world == 1 else pool(world).run(start, config, path)
+    found = whole([rank["weights"] for rank in ranks])
+    expected = tensors_by_our_names(Path(path), config)
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values, err_msg=key)
+    for rank in ranks:
+        assert rank["read"] == 2 * rank["held"]
+    inputs, _ = tokens(config)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = theirs(input_ids=inputs.t()).logits.double().numpy()
+    last = [rank["logits"] for rank in ranks if rank["logits"] is not None]
+    parts = last[: config.parallel.tp] if config.parallel.tp > 1 else last
+    joined = np.concatenate(parts, axis=-1 if config.parallel.tp > 1 else 1)
+    assert np.abs(joined.transpose(1, 0, 2) - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+def tensors_by_our_names(path: Path, config: Config) -> dict[str, np.ndarray]:
+    (mapping,) = (mapping for mapping in MAPPINGS if mapping.family == config.model.family)
+    theirs = tensors_of(path)
+    named = their_parameters(mapping, config.model)
+    return {name: theirs[one.parts[0].theirs].double().numpy() for name, one in named.items()}
+
+
+Edit = Callable[[Path], None]
+
+
+def config_edit(**values: Any) -> Edit:
+    def edit(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        config = {k: v for k, v in (config | values).items() if v is not ...}
+        (path / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def tensor_edit(change: Callable[[dict[str, torch.Tensor]], None], index: bool = True) -> Edit:
+    """Rewrites the weights as one file."""
+
+    def edit(path: Path) -> None:
+        tensors = tensors_of(path)
+        change(tensors)
+        for file in path.glob("model*"):
+            file.unlink()
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+def index_edit(change: Callable[[dict[str, str]], Any]) -> Edit:
+    def edit(path: Path) -> None:
+        file = path / "model.safetensors.index.json"
+        index = json.loads(file.read_text())
+        change(index["weight_map"])
+        file.write_text(json.dumps(index))
+
+    return edit
+
+
+def only_pickles(path: Path) -> None:
+    for file in path.glob("model*"):
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+REFUSED: dict[str, tuple[Edit, str]] = {
+    "unknown architecture": (config_edit(architectures=["LlamaForCausalLn"]), r"LlamaForCausalLn.*did you mean Llama"),
+    "another architecture": (config_edit(architectures=["GPT2LMHeadModel"]), r"GPT2LMHeadModel.*LlamaForCausalLM can"),
+    "no architecture": (config_edit(architectures=..., model_type=...), "model_type=None is not known"),
+    "biases": (config_edit(attention_bias=True), "attention_bias=True"),
+    "another activation": (config_edit(hidden_act="gelu"), "hidden_act='gelu'"),
+    "quantised": (config_edit(quantization_config={"bits": 4}), "quantization_config"),
+    "another scaling of positions": (config_edit(rope_parameters={"rope_type": "yarn"}), "rope_type='yarn'"),
+    "half a scaling": (config_edit(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor.*missing"),
+    "part of a head rotated": (config_edit(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+    "a size that is missing": (config_edit(hidden_size=...), "hidden_size is missing"),
+    "a size that is none": (config_edit(hidden_size="32"), "hidden_size='32'"),
+    "heads that do not divide": (config_edit(num_attention_heads=5, head_dim=...), "num_attention_heads=5"),
+    "one layer fewer": (config_edit(num_hidden_layers=1), r"model\.layers\.1\..* is no tensor of LlamaForCausalLM"),
+    "one layer more": (config_edit(num_hidden_layers=3), r"model\.layers\.2\.mlp\.up_proj\.weight is missing"),
+    "another width": (config_edit(intermediate_size=25), r"up_proj.weight has shape \[24, 32\].*\[25, 32\]"),
+    "a missing tensor": (tensor_edit(lambda t: t.pop(NORM)), f"{NORM} is missing"),
+    "a surplus tensor": (tensor_edit(lambda t: t.update({"model.extra": torch.ones(2)})), "model.extra is no tensor"),
+    "an integer tensor": (tensor_edit(lambda t: t.update({NORM: torch.ones(32, dtype=torch.int64)})), "dtype int64"),
+    "a file out of the folder": (index_edit(lambda m: m.update({NORM: "../x.safetensors"})), r"'\.\./x\.safetensors'"),
+    "a file that is not there": (index_edit(lambda m: m.update({NORM: "x.safetensors"})), "x.safetensors: the file is"),
+    "a tensor the index lacks": (index_edit(lambda m: m.pop(NORM)), rf"{NORM} is in it, and model\S*index\.json does"),
+    "only pickles": (only_pickles, "pickled"),
+    "no weights": (lambda path: [file.unlink() for file in path.glob("model*")], "holds neither model.safetensors"),
+    "no config": (lambda path: (path / "config.json").unlink(), "config.json cannot be read"),
+    "no folder": (lambda path: shutil.rmtree(path), "no such folder.*nothing is downloaded"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_folder_that_does_not_fit_is_refused_by_name_and_nothing_is_left(
+    folder: Path, tmp_path: Path, case: str
+) -> None:
+    edit, named = REFUSED[case]
+    edit(folder)
+    with pytest.raises(CheckpointError, match=named):
+        inward(folder, tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir() if path != folder] == []
+
+
+@pytest.mark.parametrize("length", [0, 7, 60, -1])
+def test_a_cut_file_is_refused_by_name(folder: Path, tmp_path: Path, length: int) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=file.name):
+        inward(folder, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "BF16", "shape": [32], "data_offsets": [-64, 0]},
+        {"dtype": "BF16", "shape": [32], "data_offsets": [0, 1 << 60]},
+        {"dtype": "BF16", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 64]},
+        {"dtype": "BF16", "shape": [True], "data_offsets": [0, 2]},
+        {"dtype": "object", "shape": [32], "data_offsets": [0, 64]},
+        {"dtype": "BF16", "shape": 32, "data_offsets": [0, 64]},
+        [],
+    ],
+    ids=range(7),
+)
+def test_a_hostile_header_is_refused(tmp_path: Path, folder: Path, entry: Any) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+    text = json.dumps({NORM: entry}).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{NORM}"):
+        open_folder(folder)
+
+
+def test_a_tied_head_that_is_there_twice_must_be_the_same_twice(tmp_path: Path) -> None:
+    made("heads 4 of 4, tied", torch.bfloat16).save_pretrained(tmp_path / "hf")
+    twice = tensor_edit(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    twice(tmp_path / "hf")
+    inward(tmp_path / "hf", tmp_path / "c")
+    tensor_edit(lambda t: t["lm_head.weight"][66].add_(1))(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight differ"):
+        inward(tmp_path / "hf", tmp_path / "d")
+
+
+def test_buffers_of_old_exports_are_passed_over(folder: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensor_edit(lambda t: t.update({name: torch.ones(4)}))(folder)
+    inward(folder, tmp_path / "c")
+
+
+def test_files_beside_the_weights_go_along(folder: Path, tmp_path: Path) -> None:
+    (folder / "special_tokens_map.json").write_text("{}")
+    outward(inward(folder, tmp_path / "c"), tmp_path / "back")
+    names = {path.name for path in (tmp_path / "back").iterdir() if "safetensors" not in path.name}
+    assert names == {
+        "config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"
+    }  # fmt: skip
+    assert (tmp_path / "back" / "generation_config.json").read_text() == (folder / "generation_config.json").read_text()
+
+
+def test_another_dtype_is_rounded_and_what_float16_cannot_hold_is_refused(folder: Path, tmp_path: Path) -> None:
+    tensor_edit(lambda t: t[NORM][0].fill_(1e6))(folder)
+    inward(folder, tmp_path / "c")
+    outward(tmp_path / "c", tmp_path / "wide", dtype="float64")
+    assert {t.dtype for t in tensors_of(tmp_path / "wide").values()} == {torch.float64}
+    with pytest.raises(CheckpointError, match=r"layers\.1\.attention_norm\.weight: 1 values are beyond float16"):
+        outward(tmp_path / "c", tmp_path / "narrow", dtype="float16")
+    with pytest.raises(CheckpointError, match="is there already"):
+        outward(tmp_path / "c", tmp_path / "wide")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "hf", "wide"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(folder: Path, tmp_path: Path) -> None:
+    inward(folder, tmp_path / "c")
+    file = tmp_path / "c" / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: checksum of tensor"):
+        outward(tmp_path / "c", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_family_without_a_mapping_and_tensors_that_it_has_not_are_refused(tmp_path: Path) -> None:
+    config = config_of(model_keys("heads 4 of 2"))
+    boxes = list(state_boxes(assembled(config).optimizer, owned=True))
+    for number, (change, kept, named) in enumerate(
+        [
+            ({"family": "outside.model:Mine"}, boxes, "model.family=outside.model:Mine has no mapping"),
+            ({}, boxes[1:], f"tensor {boxes[0].name} is missing"),
+            ({"num_hidden_layers": 1}, boxes, "tensor layers.1.* has no place in the family's mapping"),
+            ({"vocab_size": 66}, boxes, r"embed_tokens.weight has shape \[67, 32\]; its config makes it \[66, 32\]"),
+        ],
+        start=1,
+    ):
+        tree = config.model_dump(mode="json")
+        tree["model"] |= change
+        save(tmp_path / folder_name(number), kept, {**header(number), "config": tree})
+        with pytest.raises(CheckpointError, match=named):
+            outward(tmp_path / folder_name(number), tmp_path / "hf")
+
+
+def test_a_run_of_another_model_is_refused_before_it_starts(folder: Path, tmp_path: Path) -> None:
+    own = {"init.from_hf": str(folder), "run.dir": str(tmp_path / "run")}
+    config = config_of({**model_keys("heads 4 of 2"), **own})
+    assert check.check_files(config) == []
+    changed = {"model.rope_theta": 10000.0, "model.num_key_value_heads": 4, "model.rms_norm_eps": 1e-5}
+    (problem,) = check.check_files(config_of({**model_keys("heads 4 of 2"), **changed, **own}))
+    for words in ("model.rope_theta=10000.0 is 20000.0", "num_key_value_heads=4 is 2", "rms_norm_eps=1e-05 is 1e-06"):
+        assert words in problem.message
+    assert f"ultrascale convert config {folder}" in problem.message
+    (problem,) = check.check_files(config_of({**model_keys("heads 4 of 2"), **own, "init.from_hf": "nowhere"}))
+    assert "there is no such folder" in problem.message
+    # A run that goes on needs the folder no more.
+    (tmp_path / "run" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert check.check_files(config_of({**model_keys("heads 4 of 2"), **own, "init.from_hf": "nowhere"})) == []
+
+
+def test_masters_that_cannot_hold_the_weights_are_refused(tmp_path: Path) -> None:
+    made("heads 4 of 2", torch.float64).save_pretrained(tmp_path / "hf")
+    made.cache_clear()
+    config = config_of({**model_keys("heads 4 of 2"), "precision.compute": "float32"})
+    with pytest.raises(CheckpointError, match="is float64 there and masters are float32"):
+        start(None, config, str(tmp_path / "hf"))
+
+
+def test_commands_convert_without_torch_and_without_transformers(folder: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+from ultrascale.cli import main
+code = main(sys.argv[1:])
+sys.exit(code + 7 * bool({"torch", "transformers", "safetensors"} & set(sys.modules)))
+"""
+    for words in (
+        ["from-hf", folder, tmp_path / "c", "--processes", "2"],
+        ["to-hf", tmp_path / "c", tmp_path / "back"],
+        ["config", folder],
+    ):
+        answer = subprocess.run(
+            [sys.executable, "-c", program, "convert", *words, "--json"], capture_output=True, text=True, check=False
+        )
+        assert answer.returncode == 0, answer.stderr
+        json.loads(answer.stdout)
+    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_the_printed_model_section_is_that_of_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", "config", str(folder), "--json"]) == 0
+    section = json.loads(capsys.readouterr().out)["model"]
+    expected = config_of(model_keys("heads 4 of 2")).model
+    found = Model.model_validate(section)
+    differing = [key for key in Model.model_fields if getattr(found, key) != getattr(expected, key)]
+    assert set(differing) <= {"initializer_range", "max_position_embeddings"}
+
+
+def test_a_checkpoint_and_the_folder_it_came_from_hold_the_same_values(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inward(folder, tmp_path / "c")
+    assert cli.main(["checkpoint", "diff", str(folder), str(tmp_path / "c"), "--tolerance", "1e-30"]) == 0
+    assert cli.main(["checkpoint", "diff", str(folder), str(tmp_path / "c"), "--json"]) == 1  # bfloat16 and float32
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["differences"]
+    assert {row["elements"] for row in rows} == {0}
+
+
+@pytest.mark.parametrize("name", ["from-hf", "to-hf", "config"])
+def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["convert", name, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.partition("example:\n  ")[2].startswith(f"ultrascale convert {name} ")
