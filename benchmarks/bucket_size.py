@@ -57,8 +57,8 @@ BASE: dict[str, Any] = {
     "optimizer": {"lr": 1e-3},
 }
 SWEEP: list[int | str] = ["auto", "auto", 1, 6 << 20, 10 << 20, 1 << 30]
-"""Bytes: one unit (1.8 MB a block), three, five, everything (16 MB) at once. The second auto is a control: how far it is
-from the first says what this machine can tell apart."""
+"""Bytes: one unit (1.8 MB a block), three, five, everything (16 MB) at once. The second auto is a control: how far it
+is from the first says what this machine can tell apart."""
 FITTED = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the single sums."""
 

@@ -2,6 +2,7 @@
 
 docs/config.md        every key, from the schema's own docstrings
 docs/zero.md          between its markers, what the ZeRO stages keep and send, from the formulas that tests check
+docs/context_parallelism.md   between its markers, what attention over cp sends, likewise
 configs/schema.json   the JSON Schema that editors read through the modeline of a config
 """
 
@@ -19,6 +20,7 @@ from ultrascale.config.resolve import smallest_world
 from ultrascale.config.schema import Config, json_schema
 from ultrascale.models.sizes import llama_sizes
 from ultrascale.parallel import sharing
+from ultrascale.parallel.context import traffic
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,7 +68,7 @@ def config_page() -> str:
 
 def refused(schema: dict[str, Any]) -> list[str]:
     """What the packages' checks say about values that are not in this version: each choice of each key, tried."""
-    tries = ["parallel.cp=2", "parallel.ep=2"]
+    tries = ["parallel.ep=2"]
     for section in Config.model_fields:
         for key, values in schema["$defs"][section.capitalize()]["properties"].items():
             choices = values.get("enum", [True] if values.get("type") == "boolean" else [])
@@ -165,11 +167,11 @@ REPLICAS, MICRO_BATCHES = 64, 4
 """Of the example."""
 
 
-def zero_page() -> str:
-    """docs/zero.md, with its table made anew."""
+def with_table(page: str, table: str) -> str:
+    """A page with what stands between its markers made anew."""
     begin, end = MARKERS
-    before, _, rest = (ROOT / "docs" / "zero.md").read_text().partition(begin)
-    return before + begin + zero_table() + end + rest.partition(end)[2]
+    before, _, rest = (ROOT / page).read_text().partition(begin)
+    return before + begin + table + end + rest.partition(end)[2]
 
 
 def zero_table() -> str:
@@ -216,9 +218,33 @@ def giga(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
+# ---- docs/context_parallelism.md --------------------------------------------------------------------------------
+
+HEADS, HEAD_DIM = 32, 128
+LENGTHS, KV_HEADS, RANKS = (8192, 131072), (8, 32), (2, 4, 8)
+
+
+def context_table() -> str:
+    """MiB that a rank sends per layer, for 32 query heads of 128 and several lengths, KV heads and ranks."""
+    rows = [
+        "| tokens | query heads | KV heads | cp | ring, allgather | ulysses | hybrid (ulysses_size = cp / 2) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for length in LENGTHS:
+        for kv_heads in KV_HEADS:
+            for cp in RANKS:
+                shape = traffic.Shape(length // cp, HEADS, kv_heads, HEAD_DIM, HEAD_DIM, bytes=2, wide_bytes=4)
+                ways = [(cp, 1), (1, cp)] + ([(2, cp // 2)] if cp > 2 else [])
+                sizes = [f"{sum(traffic.sent(shape, *way)) / 2**20:.0f}" for way in ways]
+                columns = (f"{length:,}", HEADS, kv_heads, cp, *sizes, *(["as ring"] if cp == 2 else []))
+                rows.append(f"| {' | '.join(map(str, columns))} |")
+    return "\n".join(rows) + "\n"
+
+
 GENERATED = {
     "docs/config.md": config_page,
-    "docs/zero.md": zero_page,
+    "docs/zero.md": lambda: with_table("docs/zero.md", zero_table()),
+    "docs/context_parallelism.md": lambda: with_table("docs/context_parallelism.md", context_table()),
     "configs/schema.json": lambda: json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
 }
 """File → what it must hold."""

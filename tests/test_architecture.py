@@ -35,7 +35,7 @@ DYNAMIC = {
 """Files that may import a module by a name that is only known when they run, and which."""
 
 NEEDS_TORCH = (
-    "checkpoint/first_weights.py", "checkpoint/read.py", "checkpoint/snapshots.py", "checkpoint/state.py",
+    "checkpoint/background.py", "checkpoint/first_weights.py", "checkpoint/read.py", "checkpoint/snapshots.py", "checkpoint/state.py",
     "checkpoint/write.py",
     "comm/agreement.py", "comm/collectives.py", "comm/differentiable.py", "comm/group.py", "comm/p2p.py",
     "comm/process_groups.py", "comm/turns.py",

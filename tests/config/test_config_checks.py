@@ -83,7 +83,7 @@ from ultrascale.config.resolve import resolve, smallest_world
         (["parallel.ep=2"], 2, "parallel.ep=2: expert parallelism is not in this version; use 1"),
         (["precision.compute=fp8"], 1, "precision.compute=fp8 is not in this version; use bfloat16"),
         (["precision.compute=float16"], 1, "precision.compute=float16 is not in this version; use bfloat16"),
-        (["checkpoint.asynchronous=true"], 1, "checkpoint.asynchronous=true: saving while training goes on is not"),
+        (["checkpoint.asynchronous=true", "checkpoint.every=0"], 1, "checkpoint.asynchronous has no effect under"),
         (["model.family=lama"], 1, "model.family=lama is not a family of this version; did you mean llama?"),
         (["model.family=gpt"], 1, "model.family=gpt is not a family of this version; use llama, or package.module:F"),
         (["model.family=no_such_package.m:F"], 1, "Python finds no package no_such_package; install it, or add it"),

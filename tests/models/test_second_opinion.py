@@ -1,7 +1,7 @@
-"""A second opinion: Hugging Face's Llama with the same weights gives the same logits, loss and gradients.
+"""A second opinion: Hugging Face's models with the same weights give the same logits, loss and gradients.
 
-Its implementation narrows to float32 inside (norms, rotary angles, its own loss), so these places are widened here:
-to the same formulas in float64.
+Llama, Mistral (which is Llama with a window) and Qwen3. Their implementations narrow to float32 inside (norms, rotary
+angles, their own loss), so these places are widened here: to the same formulas in float64.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from our_side import ours
 from their_rope import their_config as rope_config
 from their_rope import their_scaled
 from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen3 import modeling_qwen3
 
 from pool import pool
 from small import assembled, boxes, config_of, tokens, whole
 from ultrascale.config.schema import Config
 from ultrascale.models.rope import inverse_frequencies
+from ultrascale.parallel.context.split import Cut, order, rank_runs
 
 TOLERANCE = 1e-9
 SCALING = {
@@ -41,6 +44,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "yarn": {"model.rope_scaling": YARN},
     "yarn with mscale": {"model.rope_scaling": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
     "linear": {"model.rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "sliding window": {"model.num_key_value_heads": 2, "model.sliding_window": 7},
+    "qwen3": {"model.family": "qwen3", "model.num_key_value_heads": 2},
+    "qwen3, tied, some layers sliding": {
+        "model.family": "qwen3",
+        "model.tie_word_embeddings": True,
+        "model.num_key_value_heads": 1,
+        "model.sliding_window": 5,
+        "model.layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+    },
     "tied, rope scaled": {
         "model.tie_word_embeddings": True,
         "model.rope_scaling": SCALING,
@@ -51,6 +63,7 @@ SIZE = {"model.hidden_size": 32, "model.head_dim": 16, "model.num_hidden_layers"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "tp=2 pp=2": (4, {"parallel.tp": 2, "parallel.pp": 2}),
+    "cp=2 tp=2": (4, {"parallel.cp": 2, "parallel.tp": 2}),
     "tp=2 pp=2 without sp": (4, {"parallel.tp": 2, "parallel.pp": 2, "parallel.sequence_parallel": False}),
 }
 
@@ -66,10 +79,26 @@ def their_name(name: str) -> str:
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
-def their_config(config: Config) -> transformers.LlamaConfig:
+def their_classes(config: Config) -> tuple[Any, Any, Any]:
+    """(config, model, module of both) of what this model is there."""
+    if config.model.family == "qwen3":
+        return transformers.Qwen3Config, transformers.Qwen3ForCausalLM, modeling_qwen3
+    if config.model.sliding_window is not None:
+        return transformers.MistralConfig, transformers.MistralForCausalLM, modeling_mistral
+    return transformers.LlamaConfig, transformers.LlamaForCausalLM, modeling_llama
+
+
+def their_config(config: Config) -> transformers.PreTrainedConfig:
     model = config.model
+    more: dict[str, Any] = {}
+    if model.sliding_window is not None:
+        more["sliding_window"] = model.sliding_window
+        if model.layer_types is not None:
+            more |= {"layer_types": list(model.layer_types), "use_sliding_window": True}
     return rope_config(
         model,
+        kind=their_classes(config)[0],
+        **more,
         num_hidden_layers=model.num_hidden_layers,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
@@ -117,9 +146,11 @@ def theirs(config: Config, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, 
         return angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
-        patch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", rotary)
-        model = transformers.LlamaForCausalLM(their_config(config)).to(torch.float64)
+        _, kind, module = their_classes(config)
+        name = kind.__name__.removesuffix("ForCausalLM")
+        patch.setattr(getattr(module, f"{name}RMSNorm"), "forward", norm)
+        patch.setattr(getattr(module, f"{name}RotaryEmbedding"), "forward", rotary)
+        model = kind(their_config(config)).to(torch.float64)
         state = {their_name(name): torch.from_numpy(values) for name, values in weights.items()}
         missing, unexpected = model.load_state_dict(state, strict=False)
         assert not unexpected
@@ -169,13 +200,16 @@ def test_transformers_gives_the_same_logits_loss_and_gradients(model: str, layou
         np.testing.assert_array_equal(held[name], values, err_msg=name)
 
     last = [rank for rank in ranks if rank["last"]]
-    assert len(last) == config.parallel.tp
-    # Each tp rank holds the logits of its own part of the vocabulary: [seq, batch, part].
-    joined = np.concatenate([rank["logits"] for rank in last], axis=-1)
-    assert joined.shape[-1] == config.model.vocab_size
+    assert len(last) == config.parallel.tp * config.parallel.cp
+    # Each rank holds the logits of its own tokens and its own part of the vocabulary: [seq / cp, batch, part].
+    tp, cut, length = config.parallel.tp, Cut.of(config), config.batch.sequence_length
+    joined = np.empty((length, config.batch.global_size, config.model.vocab_size))
+    for index, runs in enumerate(rank_runs(length, (0,), cut)):
+        parts = last[index * tp : (index + 1) * tp]
+        joined[order(runs)] = np.concatenate([rank["logits"] for rank in parts], axis=-1)
     close(joined.transpose(1, 0, 2), logits, "the logits")
-    for rank in last:
-        close(np.array(rank["loss"]), np.array(loss), "the loss")
+    for place in range(tp):
+        close(np.array(sum(rank["loss"] for rank in last[place::tp])), np.array(loss), "the loss")
 
     found = whole([rank["gradients"] for rank in ranks])
     assert found.keys() == gradients.keys()

@@ -20,12 +20,12 @@ WIDE = SimpleNamespace(
 )
 
 
-def their_config(model: Model, **more: Any) -> transformers.LlamaConfig:
+def their_config(model: Model, kind: Any = transformers.LlamaConfig, **more: Any) -> Any:
     """transformers' config with the positions of this model."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
         rope |= model.rope_scaling.model_dump()
-    return transformers.LlamaConfig(
+    return kind(
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_key_value_heads=model.num_key_value_heads,

@@ -50,6 +50,15 @@ CELLS = [
 ]
 
 
+QWEN3 = {"model.family": "qwen3", "model.head_dim": 12}
+CELLS += [
+    Cell(4, {"parallel.tp": 4, **NO_SP, **QWEN3}),  # one KV head on two ranks, and norms over heads on all
+    Cell(4, {"parallel.tp": 2, "parallel.cp": 2, **SP, **QWEN3, "recompute.mode": "selective"}),
+    Cell(
+        4, {"parallel.pp": 2, "parallel.dp": 2, "pipeline.schedule": "zb_v", "parallel.zero_stage": 3, **QWEN3, **TIED}
+    ),
+]
+
 held: set[str] = set()
 """Cells that were found equal to one process."""
 

@@ -129,7 +129,7 @@ REFUSED = {
     "parallel.ep": "2", "parallel.expert_axes": "[cp]",
     "parallel.expert_tensor_axes": "[]", "pipeline.virtual_stages": "2", "model.options": "{a: 1}",
     "pipeline.group_size": "2", "pipeline.activation_limit": "2", "pipeline.costs": "F=2",
-    "precision.recipe": "x", "checkpoint.asynchronous": "true",
+    "precision.recipe": "x", 
 }  # fmt: skip
 """Not in this version, or idle: refused by name on the command line, as any other value would be a lie."""
 
@@ -137,6 +137,7 @@ SHOWN_ELSEWHERE = {
     "data.cut_documents": "test_trainer_packing: a document that is too long is refused, or cut",
     "run.resume": "test_trainer_bad_input: never and PATH",
     "init.from_hf": "test_trainer_from_hf",
+    "checkpoint.asynchronous": "test_trainer_asynchronous",
     "checkpoint.allow_changes": "test_allowed_changes",
     "checkpoint.verify": "test_verify_off_takes_what_full_refuses, below",
     "model.max_position_embeddings": "test_generation: the window; test_trainer_bad_input: longer sequences",

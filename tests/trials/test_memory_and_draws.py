@@ -10,7 +10,7 @@ Held elsewhere:
 |---|---|
 | BL-123 recomputation draws other masks | nothing is drawn; `tests/parallel/test_zero.py`, `test_pipelines.py`: recomputation changes no bit |
 | BL-130 loader workers share a seed | samples come from (seed, number) alone: `tests/data/test_data_loader.py`, `test_data_builtin.py` |
-| BL-142 a whole model per rank on loading | `tests/parallel/test_gemms.py`: building a shard makes no tensor larger than it; `test_ties_depths_and_rates.py`: a tie is one tensor; `tests/checkpoint/test_checkpoint_reshard.py`: a rank reads its boxes alone. Loading from Hugging Face is not in this version |
+| BL-142 a whole model per rank on loading | `tests/parallel/test_gemms.py`: building a shard makes no tensor larger than it; `test_ties_depths_and_rates.py`: a tie is one tensor; `tests/checkpoint/test_checkpoint_reshard.py`: a rank reads its boxes alone; `tests/checkpoint/test_hugging_face.py`: of a Hugging Face folder its own bytes, a tied head once |
 | BL-146 nobody knows whether it fits | `ultrascale plan` is not in this version; what it will count with is `parallel/sharing.py`, compared with live tensors in `tests/parallel/test_zero.py` and below |
 """  # noqa: E501
 

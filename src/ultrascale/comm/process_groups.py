@@ -7,6 +7,7 @@ because a DeviceMesh makes groups for axes of size 1 and cannot restrict a group
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -75,6 +76,24 @@ class Groups:
 
     def _real(self, spec: GroupSpec) -> tuple[str, ...]:
         return tuple(axis for axis in spec.axes if self.mesh.size([axis]) > 1)
+
+
+def beside_training(world: Group) -> Group:
+    """The ranks of the world once more, on gloo, with connections and a ledger of their own; collective.
+
+    For what runs in another thread than training, whose calls stand in no order to training's. A rank that is slow is
+    waited for as long as it takes; one that died breaks the connection.
+    """
+    if world.size == 1:
+        return world.with_ledger(Ledger())
+    made = dist.new_group(list(world.ranks), backend="gloo", timeout=timedelta(days=7))
+    return replace(world, process_group=made, ledger=Ledger())
+
+
+def end(group: Group) -> None:
+    """Frees the connections of a group that `beside_training` made."""
+    if group.process_group is not None:
+        dist.destroy_process_group(group.process_group)
 
 
 def create(mesh: Mesh, plan: tuple[GroupSpec, ...], ledger: Ledger, timeout_seconds: float | None = None) -> Groups:
