@@ -35,8 +35,8 @@ DYNAMIC = {
 """Files that may import a module by a name that is only known when they run, and which."""
 
 NEEDS_TORCH = (
-    "checkpoint/background.py", "checkpoint/first_weights.py", "checkpoint/read.py", "checkpoint/snapshots.py", "checkpoint/state.py",
-    "checkpoint/write.py",
+    "checkpoint/background.py", "checkpoint/first_weights.py", "checkpoint/read.py", "checkpoint/snapshots.py",
+    "checkpoint/state.py", "checkpoint/write.py",
     "comm/agreement.py", "comm/collectives.py", "comm/differentiable.py", "comm/group.py", "comm/p2p.py",
     "comm/process_groups.py", "comm/turns.py",
     "kernels/attention", "kernels/private_torch.py", "kernels/reference.py",

@@ -21,6 +21,8 @@ from ultrascale.optim.optimizer import Optimizer, make_optimizer
 from ultrascale.parallel.bucket_size import bucket_bytes
 from ultrascale.parallel.context.attention import ContextAttention
 from ultrascale.parallel.context.split import Cut, padded_length
+from ultrascale.parallel.experts.dispatch import ExpertGroups
+from ultrascale.parallel.experts.placement import Placement
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.layout import BATCH_AXES, Layout
 from ultrascale.parallel.module import Build, stored_tensors
@@ -67,7 +69,8 @@ def planned_groups(config: Config, mesh: Mesh) -> tuple[GroupSpec, ...]:
     """The communication groups of this config, which all ranks make at start."""
     copies = parameter_holders(config, training_plan(config)).values()
     several = dict.fromkeys(ranks for ranks in copies if len(ranks) > 1)
-    return group_plan(mesh, several, whole_matrices=uses(config.optimizer, "muon"))
+    experts = Placement.of(config, mesh).group_axes(mesh) if config.model.num_experts else None
+    return group_plan(mesh, several, whole_matrices=uses(config.optimizer, "muon"), experts=experts)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def make_build(config: Config, mesh: Mesh, rank: int, groups: Groups, device: to
         sequence_parallel=bool(config.parallel.sequence_parallel) and config.parallel.tp > 1,
         policy=Policy.of(config),
         recompute=config.recompute.mode,
+        experts=_expert_groups(config, mesh, rank, groups) if config.model.num_experts else None,
         attention=ContextAttention.of(
             Cut.of(config),
             gathers=config.context.method == "allgather",
@@ -108,6 +112,16 @@ def make_build(config: Config, mesh: Mesh, rank: int, groups: Groups, device: to
             ulysses=groups.of(["cp_ulysses"]),
             backend=attention_backend(config, device),
         ),
+    )
+
+
+def _expert_groups(config: Config, mesh: Mesh, rank: int, groups: Groups) -> ExpertGroups:
+    placement = Placement.of(config, mesh)
+    return ExpertGroups(
+        placement,
+        placement.holders(mesh, rank),
+        travel=groups.of(placement.group_axes(mesh)),
+        rows=groups.of(["cp", "tp"]),
     )
 
 

@@ -24,15 +24,30 @@ class Command:
 
 
 COMMANDS = {
+    "checkpoint": Command(
+        "ultrascale.checkpoint_command",
+        "look into checkpoints, check and compare them, remove old ones",
+        "ultrascale checkpoint inspect runs/debug",
+    ),
     "config": Command(
         "ultrascale.config.commands",
         "show a config as it will run; print the schema",
         "ultrascale config show --config configs/debug.yaml parallel.tp=2",
     ),
+    "convert": Command(
+        "ultrascale.checkpoint.convert_commands",
+        "Hugging Face folders in and out",
+        "ultrascale convert to-hf runs/debug export/debug",
+    ),
     "data": Command(
         "ultrascale.data.commands",
         "turn text into token files, and look into them",
         "ultrascale data prepare corpus.jsonl --output data/corpus --tokenizer train:8192",
+    ),
+    "doctor": Command(
+        "ultrascale.observe.doctor",
+        "what this machine has, what is missing, which kernels a config will use",
+        "ultrascale doctor --config configs/debug.yaml",
     ),
     "generate": Command(
         "ultrascale.generation_command",

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 
 from ultrascale.assembly import Assembly, assemble
-from ultrascale.checkpoint.boxes import CheckpointError
-from ultrascale.checkpoint.folder import latest
 from ultrascale.checkpoint.read import load, open_manifest
 from ultrascale.checkpoint.state import state_boxes
 from ultrascale.comm.ledger import Ledger
@@ -31,18 +29,6 @@ class Sampling:
     top_k: int | None = None
     """Draw only among the k likeliest."""
     seed: int = 0
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the newest whole one of a run folder."""
-    if (path / "checkpoints").is_dir():
-        found = latest(path / "checkpoints")
-        if found is None:
-            raise CheckpointError(f"{path} holds no whole checkpoint")
-        return found
-    if not (path / "manifest.json").is_file():
-        raise CheckpointError(f"{path} is neither a run folder nor a checkpoint")
-    return path
 
 
 def load_model(checkpoint: Path, device: torch.device) -> Assembly:

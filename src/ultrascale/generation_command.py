@@ -34,9 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from ultrascale.checkpoint.boxes import CheckpointError
+    from ultrascale.checkpoint.folder import find_checkpoint
     from ultrascale.data.errors import DataError
     from ultrascale.data.tokenizer import open_tokenizer
-    from ultrascale.generation import Sampling, find_checkpoint, generate, load_model
+    from ultrascale.generation import Sampling, generate, load_model
 
     try:
         checkpoint = find_checkpoint(arguments.path)

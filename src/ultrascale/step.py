@@ -67,15 +67,16 @@ def micro_batch(assembly: Assembly, arrays: MicroArrays) -> MicroBatch:
 
 
 def with_denominators(assembly: Assembly, micro_batches: Sequence[MicroBatch]) -> StepBatch:
-    """Counts targets and rows of the global batch, in one small all-reduce, before anything is computed."""
+    """Counts targets, tokens and rows of the global batch, in one small all-reduce, before anything is computed."""
     targets = sum(int((m.labels[0] != NO_TARGET).sum()) for m in micro_batches)
     first = assembly.mesh.index(assembly.rank, ["cp"]) == 0  # all cp ranks hold parts of the same rows
     rows = sum(m.inputs.shape[1] for m in micro_batches) if first else 0
-    counts = torch.tensor([targets, rows], dtype=torch.int64, device=assembly.device)
+    tokens = sum(m.inputs.numel() for m in micro_batches)
+    counts = torch.tensor([targets, tokens, rows], dtype=torch.int64, device=assembly.device)
     group = assembly.groups.of(["dp", "ep", "cp"])
     with group.ledger.during("batch"):
         collectives.all_reduce(counts, group).wait()
-    return StepBatch(micro_batches, dict(zip(("targets", "rows"), counts.tolist(), strict=True)))
+    return StepBatch(micro_batches, dict(zip(("targets", "tokens", "rows"), counts.tolist(), strict=True)))
 
 
 def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: Callable[[], bool] = lambda: False) -> StepResult:

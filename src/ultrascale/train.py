@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None, environment: Mapping[str, str] = os.
         loaded = load(arguments.config, arguments.overrides)
         config = collect.check(loaded, launch.world_size, files=True)
         device = _device(arguments.device)
+        collect.check_device(loaded, config, device)
     except (ConfigError, LaunchError) as error:
         if environment.get("LOCAL_RANK", "0") == "0":  # once for each host, not once for each GPU
             print(error, file=sys.stderr)

@@ -151,6 +151,7 @@ class Trainer:
             world=self.groups.world,
             keep=config.checkpoint.keep,
             verify=config.checkpoint.verify,
+            asynchronous=config.checkpoint.asynchronous,
         )
         self.step = self._resume()
 
@@ -162,7 +163,7 @@ class Trainer:
             begun = time.perf_counter()
             self.ledger.clear()
             batch = step_batch(self.assembly, self._arrays(step))
-            result = train_step(self.assembly, batch, step, lambda: self._stop_asked)
+            result = train_step(self.assembly, batch, step, lambda: self._stop_asked or self.snapshots.failed)
             if not result.finite:
                 return self._stop(step - 1, f"loss or gradient of step {step} is not finite", saved, AFTER_NOT_FINITE)
             self.step, seconds = step, time.perf_counter() - begun
@@ -173,6 +174,7 @@ class Trainer:
                 self._check_first_loss(result)
             validation = self._evaluate() if _due(step, config.evaluation.every) else None
             self._record(result, seconds, validation)
+            self._say_saved()
             if _due(step, config.observe.replica_check_every):
                 check_replicas(self.assembly.optimizer.weights)
             if _due(step, config.checkpoint.every) or (step == config.run.steps and config.checkpoint.every):
@@ -206,6 +208,7 @@ class Trainer:
         """
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        self.snapshots.close()
         self.groups.destroy()
 
     def _resume(self) -> int:
@@ -246,10 +249,13 @@ class Trainer:
     def _save(self, step: int) -> None:
         check_finite(self.assembly)
         self.folder.sync()
-        begun = time.perf_counter()
-        folder = self.snapshots.save(step, {**self.data.position(step), "tokens": self.tokens})
+        self.snapshots.save(step, {**self.data.position(step), "tokens": self.tokens})
         self.folder.status("running", step)
-        self.folder.event("checkpoint", step=step, path=str(folder), seconds=time.perf_counter() - begun)
+        self._say_saved()
+
+    def _say_saved(self) -> None:
+        for saved in self.snapshots.ended():
+            self.folder.event("checkpoint", step=saved.step, path=str(saved.folder), seconds=saved.seconds)
 
     def _start(self) -> None:
         config, assembly = self.config, self.assembly
@@ -266,7 +272,7 @@ class Trainer:
             assembly.engine.timeline = []
         sizes = assembly.family.sizes()
         keys = mean(mean_keys(config, layer) for layer in range(config.model.num_hidden_layers))
-        self._flops_per_token = mfu.flops_per_token(sizes.matmul_parameters, 2 * sizes.attention_width, keys)
+        self._flops_per_token = mfu.flops_per_token(sizes.matmul_parameters, sizes.attention_width, keys)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         self._peak = mfu.peak_flops(name, config.precision.compute)
         layers = balance_text(config, assembly.plan)
@@ -306,6 +312,8 @@ class Trainer:
         self.console.close()
 
     def _finish(self) -> int:
+        self.snapshots.wait()
+        self._say_saved()
         memory = collectives.gather_json(asdict(peak_memory(self.device)), self.groups.world)
         self.folder.event("memory", step=self.step, peak_bytes_by_rank=memory)
         self.folder.status("finished", self.step, exit_code=FINISHED)
@@ -318,6 +326,8 @@ class Trainer:
         """Stops on purpose, with the state of `step` saved."""
         if saved != step and step > 0:
             self._save(step)
+        self.snapshots.wait()
+        self._say_saved()
         self.folder.status("stopped", step, reason, STOPPED)
         self.folder.event("stop", step=step, reason=reason)
         self.console.close()

@@ -24,19 +24,22 @@ from small import assembled, by_hand, config_of, tokens, whole
 from ultrascale import cli
 from ultrascale.assembly import logical_parameters
 from ultrascale.checkpoint import check
-from ultrascale.checkpoint.boxes import CheckpointError
+from ultrascale.checkpoint.boxes import Box, CheckpointError
 from ultrascale.checkpoint.convert import from_hf, to_hf
 from ultrascale.checkpoint.folder import folder_name
 from ultrascale.checkpoint.hugging_face import open_folder
+from ultrascale.checkpoint.read import load
 from ultrascale.checkpoint.state import state_boxes
 from ultrascale.checkpoint.workers import Workers
 from ultrascale.checkpoint.write import save
 from ultrascale.config.schema import Config, Model
 from ultrascale.generation import load_model
+from ultrascale.models import hugging_face as mappings
 from ultrascale.models.batch import MicroBatch
 from ultrascale.models.family import load_family
+from ultrascale.models.hugging_face import Logical, Part
 from ultrascale.models.hugging_face import logical_parameters as their_parameters
-from ultrascale.models.hugging_face_families import MAPPINGS
+from ultrascale.models.hugging_face_families import of_model
 from ultrascale.parallel.passes import Pass
 
 SCALING = {
@@ -46,12 +49,31 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 16.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "heads 4 of 2": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "heads 12 of 4": {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48},
     "heads 6 of 2, wide": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "hidden_size": 36},
     "heads 4 of 1, scaled": {"num_attention_heads": 4, "num_key_value_heads": 1, "rope_scaling": SCALING},
     "heads 4 of 4, tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "yarn": {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": YARN},
+    "window": {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 9},
+    "qwen3": {"family": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10},
+    "qwen3, one layer sliding": {
+        "family": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 9,
+        "layer_types": ("full_attention", "sliding_attention"),
+    },
 }
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 67, "rope_theta": 20000.0}
 
@@ -61,13 +83,19 @@ def model_keys(name: str) -> dict[str, Any]:
 
 
 @cache
-def made(name: str, dtype: torch.dtype) -> transformers.LlamaForCausalLM:
+def made(name: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """Theirs, with weights of the size that training leaves."""
     torch.manual_seed(1)
     values = {"max_position_embeddings": 128, **SIZE, **MODELS[name]}
     rope = {"rope_theta": values.pop("rope_theta"), **(values.pop("rope_scaling", None) or {"rope_type": "default"})}
-    config = transformers.LlamaConfig(**values, rope_parameters=rope, initializer_range=0.2, use_cache=False)
-    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+    kind = transformers.LlamaConfig if "sliding_window" not in values else transformers.MistralConfig
+    if values.pop("family", "llama") == "qwen3":
+        kind = transformers.Qwen3Config
+        values |= {"use_sliding_window": "sliding_window" in values}
+    if "layer_types" in values:
+        values["layer_types"] = list(values["layer_types"])
+    config = kind(**values, rope_parameters=rope, initializer_range=0.2, use_cache=False)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
 @pytest.fixture
@@ -97,7 +125,7 @@ def outward(source: Path, target: Path, **options: Any) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_mapping_names_the_parameters_of_the_family_in_their_shapes(name: str) -> None:
     config = config_of(model_keys(name))
-    (mapping,) = (mapping for mapping in MAPPINGS if mapping.family == config.model.family)
+    mapping = of_model(config.model)
     layouts = logical_parameters(config, load_family(config.model.family)(config), by_hand(config, 0))
     expected = {layout.name: layout.shape for layout in layouts}
     assert {name: one.shape for name, one in their_parameters(mapping, config.model).items()} == expected
@@ -130,6 +158,28 @@ def test_a_tensor_in_a_dtype_of_its_own_comes_back_in_it(folder: Path, tmp_path:
     before, after = tensors_of(folder), tensors_of(tmp_path / "back")
     assert {t.dtype for t in before.values()} == {torch.bfloat16, torch.float64}
     assert all(before[k].dtype == after[k].dtype and torch.equal(before[k], after[k]) for k in before)
+
+
+def test_a_parameter_of_several_tensors_there_is_one_here(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As experts are: a stack here, a tensor each there, without the stack's dim."""
+    parts = tuple(Part(f"expert.{e}.weight", (e, 0, 0), (1, 5, 4), (5, 4)) for e in range(3))
+    original = mappings.logical_parameters
+
+    def with_experts(*arguments: Any) -> dict[str, Logical]:
+        return original(*arguments) | {"experts.weight": Logical((3, 5, 4), parts)}
+
+    monkeypatch.setattr(mappings, "logical_parameters", with_experts)
+    experts = torch.randn(3, 5, 4).to(torch.bfloat16)
+    tensor_edit(lambda t: t.update({f"expert.{e}.weight": experts[e].clone() for e in range(3)}))(folder)
+    inward(folder, tmp_path / "c")
+    loaded = torch.zeros(3, 5, 4)
+    load(tmp_path / "c", [Box("experts.weight", (3, 5, 4), (0, 0, 0), loaded)])
+    assert torch.equal(loaded, experts.float())
+    before, after = tensors_of(folder), tensors_of(outward(tmp_path / "c", tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def our_logits(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -176,7 +226,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["heads 6 of 2, wide", "heads 4 of 1, scaled", "heads 4 of 4, tied"])
+@pytest.mark.parametrize("name", ["heads 6 of 2, wide", "heads 4 of 1, scaled", "heads 4 of 4, tied", "qwen3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_starts_from_a_folder_under_any_layout_and_reads_only_its_own_bytes(
     tmp_path: Path, name: str, layout: str
@@ -194,7 +244,7 @@ def test_a_run_starts_from_a_folder_under_any_layout_and_reads_only_its_own_byte
     for rank in ranks:
         assert rank["read"] == 2 * rank["held"]
     inputs, _ = tokens(config)
-    theirs = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         logits = theirs(input_ids=inputs.t()).logits.double().numpy()
     last = [rank["logits"] for rank in ranks if rank["logits"] is not None]
@@ -204,9 +254,8 @@ def test_a_run_starts_from_a_folder_under_any_layout_and_reads_only_its_own_byte
 
 
 def tensors_by_our_names(path: Path, config: Config) -> dict[str, np.ndarray]:
-    (mapping,) = (mapping for mapping in MAPPINGS if mapping.family == config.model.family)
     theirs = tensors_of(path)
-    named = their_parameters(mapping, config.model)
+    named = their_parameters(of_model(config.model), config.model)
     return {name: theirs[one.parts[0].theirs].double().numpy() for name, one in named.items()}
 
 
@@ -254,13 +303,13 @@ def only_pickles(path: Path) -> None:
 NORM = "model.layers.1.input_layernorm.weight"
 REFUSED: dict[str, tuple[Edit, str]] = {
     "unknown architecture": (config_edit(architectures=["LlamaForCausalLn"]), r"LlamaForCausalLn.*did you mean Llama"),
-    "another architecture": (config_edit(architectures=["GPT2LMHeadModel"]), r"GPT2LMHeadModel.*LlamaForCausalLM can"),
+    "another architecture": (config_edit(architectures=["GPT2LMHeadModel"]), "GPT2LMHead.*Llama.*, Mistral.* can"),
     "no architecture": (config_edit(architectures=..., model_type=...), "model_type=None is not known"),
     "biases": (config_edit(attention_bias=True), "attention_bias=True"),
     "another activation": (config_edit(hidden_act="gelu"), "hidden_act='gelu'"),
     "quantised": (config_edit(quantization_config={"bits": 4}), "quantization_config"),
-    "another scaling of positions": (config_edit(rope_parameters={"rope_type": "yarn"}), "rope_type='yarn'"),
-    "half a scaling": (config_edit(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor.*missing"),
+    "another scaling of positions": (config_edit(rope_parameters={"rope_type": "dynamic"}), "rope_type='dynamic'"),
+    "half a scaling": (config_edit(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor.*requi"),
     "part of a head rotated": (config_edit(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     "a size that is missing": (config_edit(hidden_size=...), "hidden_size is missing"),
     "a size that is none": (config_edit(hidden_size="32"), "hidden_size='32'"),
@@ -378,6 +427,7 @@ def test_a_family_without_a_mapping_and_tensors_that_it_has_not_are_refused(tmp_
         [
             ({"family": "outside.model:Mine"}, boxes, "model.family=outside.model:Mine has no mapping"),
             ({}, boxes[1:], f"tensor {boxes[0].name} is missing"),
+            ({"layer_types": ["full_attention"] * 2}, boxes, "LlamaForCausalLM has no model.layer_types"),
             ({"num_hidden_layers": 1}, boxes, "tensor layers.1.* has no place in the family's mapping"),
             ({"vocab_size": 66}, boxes, r"embed_tokens.weight has shape \[67, 32\]; its config makes it \[66, 32\]"),
         ],

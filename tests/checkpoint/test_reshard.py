@@ -52,6 +52,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 tp2 zero2": {"dp": 2, "tp": 2, "zero_stage": 2},
     "pp2 dp2 zero1": {"pp": 2, "dp": 2, "zero_stage": 1},
     "pp2 tp2 interleaved": {"pp": 2, "tp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+    "cp2 zero1": {"cp": 2, "zero_stage": 1},
     "pp2 zb_v": {"pp": 2, "schedule": "zb_v"},
 }
 

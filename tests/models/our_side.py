@@ -12,7 +12,7 @@ from ultrascale.config.schema import Config
 
 
 def ours(context: Context | None, config: Config) -> dict[str, Any]:
-    """What one rank has of weights, gradients, loss and logits."""
+    """What one rank has of weights, gradients, terms of the loss (each over its denominator) and logits."""
     assembly = assembled(config, context)
     inputs, labels = tokens(config)
     batch = step_batch_of(assembly, inputs, labels)
@@ -23,7 +23,10 @@ def ours(context: Context | None, config: Config) -> dict[str, Any]:
     return {
         "weights": weights,
         "gradients": boxes(assembly, "gradients"),
-        "loss": sum(out["lm"].item() for out in outputs) / batch.denominators["targets"],
+        "terms": {
+            name: sum(out[name].item() for out in outputs) / batch.denominators[term.denominator]
+            for name, term in assembly.objective.terms.items()
+        },
         "logits": torch.cat([out["logits"] for out in logits], dim=1).numpy() if logits else None,
         "last": bool(outputs),
     }

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from compared import Opinion, compare
 from our_side import ours
 from their_rope import their_config as rope_config
 from their_rope import their_scaled
@@ -25,9 +26,7 @@ from pool import pool
 from small import assembled, boxes, config_of, tokens, whole
 from ultrascale.config.schema import Config
 from ultrascale.models.rope import inverse_frequencies
-from ultrascale.parallel.context.split import Cut, order, rank_runs
 
-TOLERANCE = 1e-9
 SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -133,8 +132,8 @@ def their_frequencies(config: Config) -> torch.Tensor:
     return torch.tensor(frequencies, dtype=torch.float64)
 
 
-def theirs(config: Config, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
-    """Logits [batch, seq, vocabulary], loss and gradients of Hugging Face's model with these weights."""
+def theirs(config: Config, weights: dict[str, np.ndarray]) -> Opinion:
+    """Of Hugging Face's model with these weights."""
     frequencies = their_frequencies(config)
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -162,9 +161,9 @@ def theirs(config: Config, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, 
     gradients = dict(model.named_parameters())
     found = {name: gradients[their_name(name)].grad for name in weights}
     assert logits.dtype == torch.float64
-    return (
+    return Opinion(
         logits.detach().numpy(),
-        loss.item(),
+        {"lm": loss.item()},
         {name: grad.numpy() for name, grad in found.items() if grad is not None},
     )
 
@@ -174,16 +173,11 @@ def model_config(model: str, layout: dict[str, Any] | None = None, world: int = 
 
 
 @cache
-def reference(model: str) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, float, dict[str, np.ndarray]]]:
+def reference(model: str) -> tuple[dict[str, np.ndarray], Opinion]:
     """Our weights of a model, and what Hugging Face makes of them."""
     config = model_config(model)
     weights = whole([boxes(assembled(config), "masters")])
     return weights, theirs(config, weights)
-
-
-def close(found: np.ndarray, expected: np.ndarray, what: str) -> None:
-    error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert error <= TOLERANCE, f"{what} is off by {error:.3g} (relative)"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -192,30 +186,7 @@ def test_transformers_gives_the_same_logits_loss_and_gradients(model: str, layou
     world, overrides = LAYOUTS[layout]
     config = model_config(model, overrides, world)
     ranks = [ours(None, config)] if world == 1 else pool(world).run(ours, config)
-    weights, (logits, loss, gradients) = reference(model)
-
-    held = whole([rank["weights"] for rank in ranks])
-    assert held.keys() == weights.keys()
-    for name, values in weights.items():
-        np.testing.assert_array_equal(held[name], values, err_msg=name)
-
-    last = [rank for rank in ranks if rank["last"]]
-    assert len(last) == config.parallel.tp * config.parallel.cp
-    # Each rank holds the logits of its own tokens and its own part of the vocabulary: [seq / cp, batch, part].
-    tp, cut, length = config.parallel.tp, Cut.of(config), config.batch.sequence_length
-    joined = np.empty((length, config.batch.global_size, config.model.vocab_size))
-    for index, runs in enumerate(rank_runs(length, (0,), cut)):
-        parts = last[index * tp : (index + 1) * tp]
-        joined[order(runs)] = np.concatenate([rank["logits"] for rank in parts], axis=-1)
-    close(joined.transpose(1, 0, 2), logits, "the logits")
-    for place in range(tp):
-        close(np.array(sum(rank["loss"] for rank in last[place::tp])), np.array(loss), "the loss")
-
-    found = whole([rank["gradients"] for rank in ranks])
-    assert found.keys() == gradients.keys()
-    for name, values in gradients.items():
-        assert np.abs(values).max() > 0
-        close(found[name], values, f"the gradient of {name}")
+    compare(config, ranks, *reference(model))
 
 
 @pytest.mark.parametrize("model", MODELS)

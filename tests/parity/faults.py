@@ -17,20 +17,24 @@ import torch
 
 from ultrascale import step as stepping
 from ultrascale.assembly import Assembly
-from ultrascale.comm import collectives
+from ultrascale.comm import collectives, differentiable
 from ultrascale.comm.collectives import Pending
+from ultrascale.comm.group import Group
 from ultrascale.data.loader import NO_TARGET, Data, MicroArrays
+from ultrascale.models import mla, moe
 from ultrascale.models.batch import MicroBatch, StepBatch
 from ultrascale.optim.muon import newton_schulz
 from ultrascale.optim.whole_matrices import WholeMatrices
-from ultrascale.parallel import init
+from ultrascale.parallel import init, tensor
 from ultrascale.parallel.buckets import Bucket
 from ultrascale.parallel.context import ring
 from ultrascale.parallel.context.attention import ContextAttention
 from ultrascale.parallel.context.split import CONTIGUOUS
 from ultrascale.parallel.context.ulysses import Exchange
+from ultrascale.parallel.experts.dispatch import Dispatch
+from ultrascale.parallel.experts.router import Router
 from ultrascale.parallel.gradients import Gradients
-from ultrascale.parallel.layout import Layout
+from ultrascale.parallel.layout import Layout, Use
 from ultrascale.parallel.reduction import Reduction
 from ultrascale.parallel.store import Store
 from ultrascale.parallel.weights import Weights
@@ -396,6 +400,41 @@ def copies_of_a_key_head_keep_their_own_gradients() -> Patch:
     return patch.object(Exchange, "to_tokens_gradients", first)
 
 
+@fault
+def gradients_of_the_shared_key_are_not_summed() -> Patch:
+    """Each tp rank keeps what its own heads say of the key that all heads share."""
+    patches = contextlib.ExitStack()
+    patches.enter_context(patch.object(differentiable, "gather", differentiable.gather_copies))
+    patches.enter_context(patch.object(differentiable, "copy_to", lambda x, group: x))
+    return patches
+
+
+@fault
+def weights_that_make_latents_keep_their_own_tokens_gradients() -> Patch:
+    """Under sequence parallelism each tp rank makes the latents of its own tokens; a layout that says otherwise."""
+    original = mla.replicated_matrix
+
+    def used_alike(*args: Any) -> Layout:
+        return dataclasses.replace(original(*args), used_in=Use.WHOLE)
+
+    return patch.object(mla, "replicated_matrix", used_alike)
+
+
+@fault
+def gradients_of_latents_are_not_summed() -> Patch:
+    """What the heads of one tp rank say of a latent goes back through weights that all ranks hold."""
+    original = tensor.column_parallel
+
+    def column_parallel(
+        x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool, current: Any, name: str = ""
+    ) -> torch.Tensor:
+        if name.endswith("_b_proj.weight") and not sequence_parallel:
+            group = Group((), (group.ranks[group.index],), 0, None, group.ledger)
+        return original(x, weight, group, sequence_parallel, current, name)
+
+    return patch.object(tensor, "column_parallel", column_parallel)
+
+
 def _cut_otherwise(change: Callable[[MicroBatch], MicroBatch]) -> Patch:
     original = stepping.micro_batch
     return patch.object(stepping, "micro_batch", lambda assembly, arrays: change(original(assembly, arrays)))
@@ -422,3 +461,68 @@ def each_cut_loses_a_target() -> Patch:
         return dataclasses.replace(batch, labels=(labels,))
 
     return _cut_otherwise(without_last)
+
+
+@fault
+def experts_are_summed_over_all_replicas_of_dense_layers() -> Patch:
+    """Gradients of different experts are added, as if each rank held the same ones."""
+    original = Layout.gradient_axes
+
+    def dense(self: Layout, mesh: Any) -> tuple[str, ...]:
+        return mesh.expand(("dp", "ep", "cp")) if "experts" in self.name else original(self, mesh)
+
+    return patch.object(Layout, "gradient_axes", dense)
+
+
+@fault
+def routers_are_taken_for_replicated_over_tp() -> Patch:
+    """The router's gradient stays each tp rank's own, though each sees other tokens."""
+    original = Layout.gradient_axes
+
+    def without_tp(self: Layout, mesh: Any) -> tuple[str, ...]:
+        axes = original(self, mesh)
+        return tuple(a for a in axes if not a.startswith("kv_")) if "router" in self.name else axes
+
+    return patch.object(Layout, "gradient_axes", without_tp)
+
+
+@fault
+def outputs_of_experts_are_not_weighted() -> Patch:
+    """Combine forgets the router's weights."""
+    original = Router.forward
+
+    def unweighted(self: Router, *args: Any) -> Any:
+        routing = original(self, *args)
+        return dataclasses.replace(routing, weights=torch.ones_like(routing.weights))
+
+    return patch.object(Router, "forward", unweighted)
+
+
+@fault
+def balance_counts_only_tokens_of_this_rank() -> Patch:
+    """The auxiliary loss takes local counts for those of the whole row."""
+    original = moe.balance_sum
+
+    def local(routing: Any, rows: int, per_row: int, row_group: Any) -> torch.Tensor:
+        alone = dataclasses.replace(row_group, ranks=(row_group.ranks[row_group.index],), index=0)
+        return original(routing, rows, per_row, alone)
+
+    return patch.object(moe, "balance_sum", local)
+
+
+@fault
+def auxiliary_terms_are_scaled_by_the_number_of_ranks() -> Patch:
+    """Each rank's gradient of the auxiliary loss is that of the whole."""
+    original = moe.reduce_from
+    return patch.object(moe, "reduce_from", lambda term, group: original(term, group) * group.size)
+
+
+@fault
+def rows_come_back_in_the_order_of_experts() -> Patch:
+    """The way back forgets that rows were sorted by expert on arrival."""
+    original = Dispatch.to_tokens
+
+    def unsorted(self: Dispatch, y: torch.Tensor, route: Any) -> torch.Tensor:
+        return original(self, y, dataclasses.replace(route, by_expert=torch.arange(route.by_expert.numel())))
+
+    return patch.object(Dispatch, "to_tokens", unsorted)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import context
 import faults
+import mla
+import moe
 import pytest
 import schedules
 import zero
@@ -107,6 +109,16 @@ def test_context_parallelism_equals_one_process(cell: Cell) -> None:
     check(cell)
 
 
+@pytest.mark.parametrize("cell", moe.cover(), ids=str)
+def test_experts_equal_one_process(cell: Cell) -> None:
+    check(cell)
+
+
+@pytest.mark.parametrize("cell", mla.cover(), ids=str)
+def test_latent_attention_equals_one_process(cell: Cell) -> None:
+    holds(cell)
+
+
 DP2 = Cell(2, {"parallel.dp": 2})
 TP2_SP = Cell(2, {"parallel.tp": 2, **SP})
 TP2_ONE_KV_HEAD = Cell(2, {"parallel.tp": 2, **NO_SP, "model.num_key_value_heads": 1})  # on both ranks
@@ -115,8 +127,16 @@ ZERO1, ZERO2, ZERO3 = (zero.cell(stage, 2, {"parallel.dp": 2, "batch.micro_size"
 HYBRID = zero.cell(1, 4, {"parallel.dp": 4, "batch.micro_size": 1}, zero.HYBRID)
 ZB_V = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "zb_v"})
 DUALPIPE = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "dualpipe", **TIED})
+EP2, MOE_TP2 = moe.cell(moe.QWEN3, {"ep": 2}), moe.cell(moe.QWEN3, {"tp": 2}, moe.SP)
 RING2, RING4 = context.cell("ring", 2), context.cell("ring", 4)
+MLA_SP, MLA_NO_SP = (mla.cell(mla.tp(2, form)) for form in (mla.SP, mla.NO_SP))
 FAULTS = [
+    ("experts_are_summed_over_all_replicas_of_dense_layers", EP2, r"gradients of .*experts"),
+    ("routers_are_taken_for_replicated_over_tp", MOE_TP2, r"gradients of .*router"),
+    ("outputs_of_experts_are_not_weighted", EP2, r"gradients of \w"),
+    ("balance_counts_only_tokens_of_this_rank", MOE_TP2, r"gradients of \w"),
+    ("auxiliary_terms_are_scaled_by_the_number_of_ranks", MOE_TP2, r"gradients of \w"),
+    ("rows_come_back_in_the_order_of_experts", EP2, r"gradients of \w"),
     ("gradients_are_not_summed_over_cp", RING2, r"gradients of \w"),
     ("parts_of_attention_are_averaged", RING2, r"gradients of \w"),
     ("gradients_of_keys_do_not_come_home", RING2, r"gradients of .*[kv]_proj\.weight"),
@@ -157,6 +177,10 @@ FAULTS = [
     ("gradients_between_stages_are_doubled", PP2_TIED, r"gradients of \w"),
     ("replicated_parameters_count_twice_in_the_norm", TP2_SP, r"norm of step 1"),
     ("weights_are_updated_by_local_gradients_on_one_rank", DP2, r"weights of \w"),
+    ("gradients_of_the_shared_key_are_not_summed", MLA_SP, r"gradients of .*kv_a_proj_with_mqa\.weight"),
+    ("gradients_of_the_shared_key_are_not_summed", MLA_NO_SP, r"gradients of .*kv_a_proj_with_mqa\.weight"),
+    ("gradients_of_latents_are_not_summed", MLA_NO_SP, r"gradients of .*_a_(proj|layernorm)"),
+    ("weights_that_make_latents_keep_their_own_tokens_gradients", MLA_SP, r"gradients of .*_a_proj"),
     (
         "pieces_of_matrices_are_made_orthogonal",
         Cell(2, {"parallel.tp": 2, **SP, "optimizer.name": "muon"}),

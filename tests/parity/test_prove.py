@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import context
+import mla
+import moe
 import pytest
 import schedules
 import torch
@@ -59,7 +61,8 @@ VARIANTS: list[dict[str, Any]] = [
     )
 ]
 MATRIX = [Cell(world, {**layout, **variant}) for world, layout in layouts() for variant in VARIANTS]
-MATRIX += [cell for cell in (*schedules.matrix(), *zero.matrix(), *context.matrix()) if cell not in MATRIX]
+PARTS = (schedules, zero, context, mla, moe)
+MATRIX += [cell for part in PARTS for cell in part.matrix() if cell not in MATRIX]
 
 
 @cache

@@ -129,7 +129,7 @@ REFUSED = {
     "parallel.ep": "2", "parallel.expert_axes": "[cp]",
     "parallel.expert_tensor_axes": "[]", "pipeline.virtual_stages": "2", "model.options": "{a: 1}",
     "pipeline.group_size": "2", "pipeline.activation_limit": "2", "pipeline.costs": "F=2",
-    "precision.recipe": "x", 
+    "precision.recipe": "x",
 }  # fmt: skip
 """Not in this version, or idle: refused by name on the command line, as any other value would be a lie."""
 

@@ -7,7 +7,7 @@ nothing but intersections of boxes. The geometry here needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -111,3 +111,21 @@ def untiled(shape: Dims, boxes: Sequence[tuple[Dims, Dims]]) -> Untiled | None:
     first = min(left_over)
     holders = tuple(i for i, (o, n) in enumerate(boxes) if all(a <= p < a + b for p, a, b in zip(first, o, n)))
     return Untiled(first, holders)
+
+
+def pieces(offset: Dims, shape: Dims, limit: int) -> Iterator[tuple[Dims, Dims]]:
+    """The box as boxes (offset, shape) of at most `limit` elements each, in row-major order: rows, or parts of one."""
+    count = elements(shape)
+    if count <= max(1, limit):
+        if count:
+            yield offset, shape
+        return
+    row = elements(shape[1:])
+    step = max(1, limit // row)
+    for first in range(0, shape[0], step):
+        rows = min(step, shape[0] - first)
+        corner, size = (offset[0] + first, *offset[1:]), (rows, *shape[1:])
+        if rows == 1 and row > limit:
+            yield from (((corner[0], *o), (1, *s)) for o, s in pieces(corner[1:], size[1:], limit))
+        else:
+            yield corner, size

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from ultrascale.checkpoint.boxes import CheckpointError
-from ultrascale.checkpoint.manifest import Manifest, read_manifest
+from ultrascale.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\..+\.tmp-[0-9a-f]{12}|\.trash-.+-[0-9a-f]{12}")
@@ -76,6 +76,23 @@ def checkpoints(root: Path) -> Iterator[Path]:
 def latest(root: Path) -> Path | None:
     """The newest whole checkpoint; None when there is none."""
     return next(checkpoints(root), None)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the newest whole one of a run folder; raises CheckpointError when it is neither."""
+    if (path / "checkpoints").is_dir():
+        found = latest(path / "checkpoints")
+        if found is None:
+            raise CheckpointError(f"{path} holds no whole checkpoint")
+        return found
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} is neither a run folder nor a checkpoint")
+    return path
+
+
+def named(path: Path) -> list[Path]:
+    """All that is named like a checkpoint in a run folder, or in its checkpoints/, whole or not; newest first."""
+    return _named(path / "checkpoints") or _named(path)
 
 
 def torn(root: Path) -> list[CheckpointError]:

@@ -185,7 +185,7 @@ def decode(data: bytes) -> Manifest:
     intact = first is not None and digest(memoryview(data)[first.end() :]) == first[1].decode()
     damage = "the manifest does not match its own checksum: it was damaged or edited after it was written"
     try:
-        manifest = _manifest(_json(data))
+        manifest = _manifest(parse_json(data))
     except CheckpointError as error:
         # Say what the reader stumbled over, and, where it is so, that the file is not what was written.
         raise error if intact else CheckpointError(f"{error} ({damage})") from error
@@ -194,7 +194,9 @@ def decode(data: bytes) -> Manifest:
     return manifest
 
 
-def _json(data: bytes) -> dict[str, Any]:
+def parse_json(data: bytes) -> dict[str, Any]:
+    """A JSON object, strictly: no NaN, no key twice. Raises CheckpointError."""
+
     def refuse_constant(text: str) -> NoReturn:
         raise ValueError(f"{text} is not JSON")
 
@@ -210,7 +212,7 @@ def _json(data: bytes) -> dict[str, Any]:
         parsed = json.loads(data.decode("utf-8"), parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not valid JSON: {error}") from error
-    return _typed(parsed, dict, "the manifest")
+    return _typed(parsed, dict, "the object")
 
 
 def _manifest(parsed: dict[str, Any]) -> Manifest:

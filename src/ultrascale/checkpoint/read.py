@@ -8,19 +8,19 @@ compared with the manifest before a value is used.
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from ultrascale.checkpoint.boxes import Box, CheckpointError, elements, intersection, slices
-from ultrascale.checkpoint.manifest import DTYPES, FileEntry, Manifest, Shard, digest, read_manifest, refuse
+from ultrascale.checkpoint.boxes import Box, CheckpointError, intersection, slices
+from ultrascale.checkpoint.manifest import FileEntry, Manifest, Shard, digest, read_manifest, refuse
+from ultrascale.checkpoint.safetensors_file import locate, vouched_head
 from ultrascale.checkpoint.write import DTYPE_NAMES
 
 Verify = Literal["full", "sampled", "off"]
@@ -143,28 +143,13 @@ class _ShardFile:
         self._placed: dict[Shard, tuple[int, int, torch.dtype]] = {}
 
     def __enter__(self) -> _ShardFile:
-        if not self.path.is_file():
-            raise CheckpointError(f"{self.path}: the file is missing")
+        self._data, self._header = vouched_head(self.path, self._entry)
         try:
             with open(self.path, "rb") as file:
-                size = file.seek(0, 2)
-                if size != self._entry.bytes:
-                    raise CheckpointError(
-                        f"{self.path}: {size} bytes, the manifest says {self._entry.bytes}: it was "
-                        "truncated, or is another file"
-                    )
                 # Read-only: a private writable mapping of a file larger than memory may be refused.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: the file cannot be read: {error}") from error
-        length = int.from_bytes(self._map[:8], "little")
-        self._data = 8 + length
-        if self._data > size or digest(self._map[: self._data]) != self._entry.header:
-            raise CheckpointError(f"{self.path}: the header is not the one that was written: damaged, or another file")
-        try:
-            self._header: dict[str, Any] = json.loads(self._map[8 : self._data])
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path}: the header is not JSON: {error}") from error
         return self
 
     def __exit__(
@@ -176,20 +161,8 @@ class _ShardFile:
 
     def locate(self, shard: Shard, dtype: str, name: str) -> None:
         """Finds the shard's bytes; raises CheckpointError when the file's header describes something else."""
-        code, width = DTYPES[dtype]
-        try:
-            found = self._header[shard.key]
-            start, end = (int(n) for n in found["data_offsets"])
-            same = found["dtype"] == code and found["shape"] == list(shard.shape)
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{self.path}: key {shard.key!r} of tensor {name} is missing or malformed") from None
-        size = elements(shard.shape) * width
-        if not same or start < 0 or end - start != size or self._data + end > self._entry.bytes:
-            raise CheckpointError(
-                f"{self.path}: key {shard.key!r} of tensor {name} is {_short(found)}; the manifest "
-                f"says {code} of shape {list(shard.shape)}"
-            )
-        self._placed[shard] = (self._data + start, size, _TORCH[dtype])
+        start, size = locate(self.path, self._data, self._header, self._entry.bytes, shard, dtype, name)
+        self._placed[shard] = (start, size, _TORCH[dtype])
 
     def verify(self, shard: Shard, name: str) -> None:
         """Raises CheckpointError when the shard's bytes are not those that were written."""
@@ -208,8 +181,3 @@ class _ShardFile:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
         return flat.view(dtype).reshape(shard.shape)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale.checkpoint.boxes import CheckpointError
+from ultrascale.checkpoint.background import Background
+from ultrascale.checkpoint.boxes import Box, CheckpointError
+from ultrascale.checkpoint.first_weights import fill_from_hf
 from ultrascale.checkpoint.folder import folder_name, latest, retain, set_aside_after, sweep, torn
 from ultrascale.checkpoint.manifest import Manifest
 from ultrascale.checkpoint.read import Verify, load, open_manifest
@@ -15,9 +20,24 @@ from ultrascale.checkpoint.write import save
 from ultrascale.comm.agreement import together
 from ultrascale.comm.collectives import gather_json
 from ultrascale.comm.group import Group
-from ultrascale.config.meaning import differences
+from ultrascale.comm.process_groups import beside_training, end
+from ultrascale.config.meaning import CONTENT, Change, differences, refused, way_out
 from ultrascale.data.loader import differences as data_differences
 from ultrascale.optim.optimizer import Optimizer
+
+_COMPARED_ALREADY = ("global_size", "sequence_length", "seed")
+"""Parts of the data's fingerprint that are keys of meaning too."""
+_SETTINGS = {"datasets": CONTENT, "packing_version": ("data.packing",)}
+"""Keys that stand for the other parts, where they are not those of config.data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is whole, and how long its writing took."""
+
+    step: int
+    folder: Path
+    seconds: float
 
 
 class Snapshots:
@@ -25,6 +45,7 @@ class Snapshots:
 
     root     the run's checkpoints/ folder
     header   what a manifest says beside step and data_position: config, axes, ties, data, …
+    asynchronous   whether training goes on while a checkpoint is written
     """
 
     def __init__(
@@ -35,6 +56,7 @@ class Snapshots:
         world: Group,
         keep: int | None,
         verify: Verify,
+        asynchronous: bool = False,
     ) -> None:
         self.optimizer, self.root, self.header = optimizer, root, dict(header)
         self.world, self.keep, self.verify = world, keep, verify
@@ -42,16 +64,57 @@ class Snapshots:
         """Later checkpoints that `restore` moved out of the way; rank 0 knows."""
         self.passed_over: list[str] = []
         """Why folders that are newer than the one that `find` found are not taken; rank 0 knows."""
+        self.permitted: list[Change] = []
+        """What is not as it was in the checkpoint that `restore` read, by leave of checkpoint.allow_changes."""
 
-    def save(self, step: int, data_position: Mapping[str, Any]) -> Path:
-        """Saves the state after `step`; collective. Raises CheckpointError as `checkpoint.write.save` does."""
+        self._ended: list[Saved] = []
+        self._group = beside_training(world) if asynchronous else world
+        self._background = Background(self._write) if asynchronous else None
+
+    def save(self, step: int, data_position: Mapping[str, Any]) -> None:
+        """Saves the state after `step`; collective. In the background, it returns when the state may change.
+
+        Raises CheckpointError as `checkpoint.write.save` does; in the background, for the save before this one.
+        """
         folder = self.root / folder_name(step)
         header = {"step": step, "data_position": dict(data_position), **self.header}
-        with self.world.ledger.during("checkpoint"):
-            save(folder, state_boxes(self.optimizer, owned=True), header, self.world)
-        if self.world.index == 0:
+        boxes = state_boxes(self.optimizer, owned=True)
+        if self._background is None:
+            self._write(folder, boxes, header)
+        else:
+            self._background.start(folder, boxes, header)
+
+    def _write(self, folder: Path, boxes: Iterable[Box], header: Mapping[str, Any]) -> None:
+        begun = time.perf_counter()
+        with self._group.ledger.during("checkpoint"):
+            save(folder, boxes, header, self._group)
+        if self._group.index == 0:
             retain(self.root, self.keep)
-        return folder
+        self._ended.append(Saved(header["step"], folder, time.perf_counter() - begun))
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed; `wait` and the next `save` raise why."""
+        return self._background is not None and self._background.failed
+
+    def ended(self) -> list[Saved]:
+        """The saves that are whole now, and were not when this was asked last."""
+        count = len(self._ended)
+        saved, self._ended[:count] = self._ended[:count], []
+        return saved
+
+    def wait(self) -> None:
+        """Returns when nothing is being saved; raises CheckpointError when that failed."""
+        if self._background is not None:
+            self._background.wait()
+
+    def close(self) -> None:
+        """Ends what runs beside training, whether or not it fails."""
+        if self._background is not None:
+            with suppress(Exception):
+                self._background.wait()
+            end(self._group)
+            self._background = None
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `run.resume` means; rank 0 looks, so that all ranks agree. None: a new run."""
@@ -92,8 +155,10 @@ class Snapshots:
         go_back   whether this checkpoint was asked for by name: then later ones of the same run are set aside
 
         Raises CheckpointError when the checkpoint is damaged, is of another model, or was made under settings that
-        would change what the run means.
+        would change what the run means, unless checkpoint.allow_changes names them.
         """
+        # A gather under way writes what was there before over what is read: masters may lie in its memory.
+        self.optimizer.weights.settle()
         wanted = list(state_boxes(self.optimizer, owned=False))
         names = {name for part in gather_json(sorted({box.name for box in wanted}), self.world) for name in part}
 
@@ -110,11 +175,39 @@ class Snapshots:
             self.set_aside = [str(path) for path in set_aside_after(self.root, manifest.step)]
         return manifest
 
+    def start_from_hf(self, path: Path) -> None:
+        """Fills the masters from a Hugging Face folder, each rank its own boxes; collective.
+
+        Raises CheckpointError when the folder does not hold this model.
+        """
+        self.optimizer.weights.settle()
+        wanted = [box for box in state_boxes(self.optimizer, owned=False) if "/" not in box.name]
+        names = {name for part in gather_json(sorted({box.name for box in wanted}), self.world) for name in part}
+        together(
+            lambda: fill_from_hf(path, wanted, names, compare_copies=self.world.index == 0), self.world, CheckpointError
+        )
+        self.optimizer.weights.publish()
+
     def _refuse_other_meaning(self, folder: Path, manifest: Manifest) -> None:
-        changed = differences(manifest.header.get("config", {}), self.header["config"])
-        changed += data_differences(manifest.header.get("data", {}), self.header["data"])
-        if changed:
+        config = self.header["config"]
+        changed = differences(manifest.header.get("config", {}), config)
+        changed += _data_changes(manifest.header.get("data", {}), self.header["data"])
+        if unnamed := refused(changed, config):
             raise CheckpointError(
-                f"{folder} cannot be gone on from: {'; '.join(changed)}; set these back, or start a new run in another "
-                "run.dir"
+                f"{folder} cannot be gone on from: {'; '.join(change.text for change in unnamed)}; "
+                f"{way_out(unnamed, config)}, or start a new run in another run.dir"
             )
+        self.permitted = changed
+
+
+def _data_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Change]:
+    """What differs between two fingerprints of the data and is no key of meaning already."""
+    changes = []
+    for key in {**saved, **current}:
+        if key in _COMPARED_ALREADY:
+            continue
+        as_it_was = {name: value for name, value in current.items() if name != key}
+        as_it_was |= {key: saved[key]} if key in saved else {}
+        keys = _SETTINGS.get(key, (f"data.{key}",))
+        changes += [Change(keys, text) for text in data_differences(as_it_was, dict(current))]
+    return changes

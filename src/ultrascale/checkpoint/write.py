@@ -11,7 +11,6 @@ reaches all.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections import Counter
@@ -19,30 +18,17 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from ultrascale.checkpoint.boxes import Box, CheckpointError, Dims
-from ultrascale.checkpoint.folder import is_whole, set_aside, sync_folder, temporary_name
-from ultrascale.checkpoint.manifest import (
-    DTYPES,
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    Shard,
-    TensorEntry,
-    check,
-    digest,
-    encode_header,
-    refuse,
-)
+from ultrascale.checkpoint.boxes import Box, CheckpointError
+from ultrascale.checkpoint.commit import Probe, begin, commit, ignore
+from ultrascale.checkpoint.folder import temporary_name
+from ultrascale.checkpoint.manifest import DTYPES, FileEntry, Shard, digest, refuse
+from ultrascale.checkpoint.safetensors_file import make_head, shard_key
 from ultrascale.comm.collectives import gather_json
 from ultrascale.comm.group import Group
-
-Point = Literal["open", "write", "sync", "gather", "manifest", "rename", "renamed"]
-# What a save calls at each instant where its death would leave something different behind; tests die there.
-Probe = Callable[[Point], None]
 
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
 
@@ -70,16 +56,16 @@ def save(
     Raises CheckpointError on every rank when it fails on any; the temporary folder is removed and nothing
     else is touched.
     """
-    probe = probe or _ignore
+    probe = probe or ignore
     rank = 0 if group is None else group.index
 
     # Rank 0's name counts: the others learn it from the same message that says the folder is there.
     temporary = temporary_name(folder)
-    started = _agree(group, lambda: _begin(folder, temporary, header) if rank == 0 else "", temporary)
+    started = _agree(group, lambda: begin(folder, temporary, header) if rank == 0 else "", temporary)
     temporary = folder.with_name(started[0])
     gathered = _agree(group, lambda: _write_file(temporary, rank, list(boxes), probe), temporary)
     written: list[int] = _agree(
-        group, lambda: _commit(folder, temporary, header, gathered, probe) if rank == 0 else 0, temporary
+        group, lambda: commit(folder, temporary, header, gathered, probe) if rank == 0 else 0, temporary
     )
     return written[0]
 
@@ -112,22 +98,6 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _begin(folder: Path, temporary: Path, header: Mapping[str, Any]) -> str:
-    encode_header(header)
-    _refuse_to_replace(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary.mkdir()
-    return temporary.name
-
-
-def _refuse_to_replace(folder: Path) -> None:
-    if is_whole(folder):
-        raise CheckpointError(
-            f"{folder} is a whole checkpoint already and is not replaced; remove or rename it, or save under "
-            "another name"
-        )
-
-
 def _write_file(temporary: Path, rank: int, boxes: list[Box], probe: Probe) -> list[Any] | None:
     """Writes this rank's file; returns [name, fields of its entry, rows], where a row is [tensor, global shape, dtype,
     fields of the shard]: plain lists, which can travel to rank 0."""
@@ -143,35 +113,26 @@ def _write_file(temporary: Path, rank: int, boxes: list[Box], probe: Probe) -> l
     if not boxes:
         return None
 
-    # Larger elements first, as the safetensors library does, so that every tensor is aligned to its own
-    # element.
-    order = sorted(range(len(boxes)), key=lambda i: (-boxes[i].tensor.element_size(), keys[i]))
-    head: dict[str, Any] = {}
-    end = 0
-    for i in order:
-        tensor = boxes[i].tensor
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        code = DTYPES[DTYPE_NAMES[tensor.dtype]][0]
-        head[keys[i]] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    prefix = len(text).to_bytes(8, "little") + text
+    forms = {key: (DTYPE_NAMES[box.tensor.dtype], tuple(box.tensor.shape)) for key, box in zip(keys, boxes)}
+    prefix, kept = make_head(forms)
+    by_key = dict(zip(keys, boxes))
 
     name = f"rank-{rank:05d}.safetensors"
     rows = []
     probe("open")
     with open(temporary / name, "xb") as file, ThreadPoolExecutor(1) as hasher:
         file.write(prefix)
-        for i in order:
-            box = boxes[i]
+        for key in kept:
+            box = by_key[key]
             probe("write")
             checksum = _write_tensor(file, box.tensor, hasher)
-            shard = Shard(name, keys[i], box.offset, tuple(box.tensor.shape), checksum)
+            shard = Shard(name, key, box.offset, tuple(box.tensor.shape), checksum)
             rows.append([box.name, box.shape, DTYPE_NAMES[box.tensor.dtype], astuple(shard)])
         file.flush()
         probe("sync")
         os.fsync(file.fileno())
-    return [name, astuple(FileEntry(len(prefix) + end, digest(prefix))), rows]
+    size = max(place.stop for place in kept.values())
+    return [name, astuple(FileEntry(size, digest(prefix))), rows]
 
 
 def _write_tensor(file: Any, tensor: torch.Tensor, hasher: ThreadPoolExecutor) -> str:
@@ -188,61 +149,4 @@ def _write_tensor(file: Any, tensor: torch.Tensor, hasher: ThreadPoolExecutor) -
 
 
 def _key(box: Box) -> str:
-    """The key of the box in its file: the tensor's name, and the range of each dim unless it is the whole
-    tensor."""
-    size = tuple(box.tensor.shape)
-    if size == box.shape:
-        return box.name
-    return f"{box.name}[{','.join(f'{o}:{o + n}' for o, n in zip(box.offset, size))}]"
-
-
-def _commit(folder: Path, temporary: Path, header: Mapping[str, Any], gathered: list[Any], probe: Probe) -> int:
-    """Checks what all ranks wrote, writes the manifest and gives the folder its name; returns the bytes of
-    all files."""
-    probe("gather")
-    files: dict[str, FileEntry] = {}
-    parts: dict[str, list[Shard]] = {}
-    forms: dict[str, tuple[Dims, str]] = {}
-    problems: list[str] = []
-    for rank, written in enumerate(gathered):
-        if written is None:
-            continue
-        name, fields, rows = written
-        entry = files[name] = FileEntry(*fields)
-        size = (temporary / name).stat().st_size if (temporary / name).exists() else None
-        if size != entry.bytes:
-            problems.append(
-                f"{name}: rank {rank} wrote {entry.bytes} bytes, rank 0 sees {size}: the folder must lie on "
-                "shared storage"
-            )
-        for tensor, dims, dtype, (file, key, offset, size_of_box, checksum) in rows:
-            shape, shard = tuple(dims), Shard(file, key, tuple(offset), tuple(size_of_box), checksum)
-            if forms.setdefault(tensor, (shape, dtype)) != (shape, dtype):
-                problems.append(f"tensor {tensor}: {forms[tensor]} on one rank, {(shape, dtype)} on rank {rank}")
-            parts.setdefault(tensor, []).append(shard)
-    refuse(problems)
-    tensors = {name: TensorEntry(*forms[name], tuple(shards)) for name, shards in parts.items()}
-    check(tensors, files)
-    manifest = Manifest(header, tensors, files).encode()
-
-    probe("manifest")
-    unfinished = temporary / f"{MANIFEST}.tmp"
-    with open(unfinished, "xb") as file:
-        file.write(manifest)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(unfinished, temporary / MANIFEST)
-    sync_folder(temporary)
-    probe("rename")
-    _refuse_to_replace(folder)
-    if folder.exists():
-        # Not whole, but it may be all that is left of something: out of the way, not deleted.
-        set_aside(folder)
-    os.rename(temporary, folder)
-    probe("renamed")
-    sync_folder(folder.parent)
-    return sum(entry.bytes for entry in files.values()) + len(manifest)
-
-
-def _ignore(point: Point) -> None:
-    """The probe of a save that nobody is trying to kill."""
+    return shard_key(box.name, box.shape, box.offset, tuple(box.tensor.shape))

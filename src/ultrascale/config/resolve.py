@@ -66,6 +66,8 @@ def _head_dim(config: Config) -> int | Problem:
     model = config.model
     if model.head_dim is not None:
         return model.head_dim
+    if model.qk_nope_head_dim is not None and model.qk_rope_head_dim is not None:
+        return model.qk_nope_head_dim + model.qk_rope_head_dim
     width, heads = model.hidden_size, model.num_attention_heads
     if width % heads == 0:
         return width // heads

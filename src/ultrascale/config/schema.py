@@ -123,7 +123,7 @@ class Model(Section):
     """The network, by the names that Hugging Face gives its fields."""
 
     family: Annotated[str, Field(min_length=1)]
-    """llama, qwen3, or package.module:Family for a model outside the tree."""
+    """llama, qwen3, deepseek_v3, or package.module:Family for a model outside the tree."""
     hidden_size: Positive
     """Width of the residual stream."""
     num_hidden_layers: Positive
@@ -133,9 +133,50 @@ class Model(Section):
     num_key_value_heads: Positive | None = None
     """Number of key and value heads (grouped-query attention). null = num_attention_heads."""
     head_dim: Positive | None = None
-    """Width of one head. null = hidden_size / num_attention_heads."""
+    """Width of one head of queries and keys. null = hidden_size / num_attention_heads; with latent attention
+    qk_nope_head_dim + qk_rope_head_dim."""
+    q_lora_rank: Positive | None = None
+    """deepseek_v3: width of the latent that queries are made from (1536 in DeepSeek-V3). null = queries come straight
+    from the residual stream, as in DeepSeek-V2-Lite."""
+    kv_lora_rank: Positive | None = None
+    """deepseek_v3: width of the latent that keys and values are made from (512 in DeepSeek-V3)."""
+    qk_nope_head_dim: Positive | None = None
+    """deepseek_v3: features of a query or key head that positions leave alone (128 in DeepSeek-V3)."""
+    qk_rope_head_dim: Positive | None = None
+    """deepseek_v3: features of a query or key head that positions turn; all heads share these of the key (64 in
+    DeepSeek-V3)."""
+    v_head_dim: Positive | None = None
+    """deepseek_v3: width of a value head (128 in DeepSeek-V3)."""
     intermediate_size: Positive
     """Width inside the feed-forward block. parallel.tp must divide it."""
+    num_experts: Positive | None = None
+    """qwen3_moe, mixtral: feed-forward blocks (experts) of a sparse layer, of which a token meets a few."""
+    num_experts_per_tok: Positive | None = None
+    """Experts that a token is sent to."""
+    moe_intermediate_size: Positive | None = None
+    """Width inside an expert. The axes of parallel.expert_tensor_axes must divide it."""
+    n_shared_experts: NonNegative = 0
+    """Experts that every token meets besides, as one block of so many times the width."""
+    norm_topk_prob: bool = True
+    """Make the weights of a token's experts add up to 1."""
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """How a router's logits become scores: over all experts together (Mixtral, Qwen3), or each by itself (DeepSeek-V3)."""
+    routed_scaling_factor: Annotated[float, Field(gt=0)] = 1.0
+    """What the weights of a token's experts are multiplied with (2.5 in DeepSeek-V3)."""
+    n_group: Positive = 1
+    """Groups of experts, of which a token chooses topk_group before it chooses experts."""
+    topk_group: Positive = 1
+    """Groups that a token may choose experts from."""
+    decoder_sparse_step: Positive = 1
+    """Every so many layers one is sparse."""
+    mlp_only_layers: Annotated[tuple[NonNegative, ...], Field(strict=False)] = ()
+    """Layers, from 0, that are dense all the same."""
+    first_k_dense_replace: NonNegative = 0
+    """The first so many layers are dense."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the loss that keeps experts evenly busy within each sequence, summed over layers (0.001)."""
+    router_z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of logsumexp(router logits)², a mean over tokens, summed over layers (0.001)."""
     vocab_size: Positive
     """Number of token ids. Any number will do: it is padded inside, out of sight of loss and checkpoint."""
     tie_word_embeddings: bool = False
@@ -404,7 +445,7 @@ class Checkpoint(Section):
     keep: Positive | None = 2
     """How many of the newest are kept; null = all."""
     asynchronous: bool = False
-    """Write while training goes on."""
+    """Write while training goes on, from a copy of the state in host memory, as large as what a rank saves."""
     verify: Literal["full", "sampled", "off"] = "full"
     """How much of a checkpoint is compared with its checksums when it is read."""
     allow_changes: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import torch
 
+# One call for the products of all experts; there is no public name yet.
+grouped_mm = torch._grouped_mm
+GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 # All four: `scaled_dot_product_attention` returns no log-sum-exp, and its backward takes none, while joining parts of
 # attention needs the one and backward of a part that of the whole.
 cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

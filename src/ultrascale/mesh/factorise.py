@@ -55,6 +55,7 @@ def _possible(sizes: Factorisation, config: Any) -> bool:
         and sizes.pp <= model.num_hidden_layers
         and batch.global_size % (sizes.dp * sizes.ep * batch.micro_size) == 0
         and batch.sequence_length % (2 * sizes.cp if sizes.cp > 1 else 1) == 0
+        and (sizes.ep == 1 or (model.num_experts is not None and model.num_experts % sizes.ep == 0))
     )
 
 

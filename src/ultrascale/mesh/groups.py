@@ -34,13 +34,17 @@ class GroupSpec:
 
 
 def group_plan(
-    mesh: Mesh, copies: Iterable[tuple[int, ...]] = (), whole_matrices: bool = False
+    mesh: Mesh,
+    copies: Iterable[tuple[int, ...]] = (),
+    whole_matrices: bool = False,
+    experts: tuple[str, ...] | None = None,
 ) -> tuple[GroupSpec, ...]:
     """All kinds of groups that a run needs, in the order in which they are made.
 
     copies           sets of pp coordinates that hold copies of one parameter: ties over stages, a schedule's second
                      copies
     whole_matrices   whether the optimizer puts matrices together from all that the ranks at one pp coordinate hold
+    experts          leaves over which experts, and the matrices inside of them, are cut; None: there are none
     Kinds that would hold one rank each are left out.
     """
     wanted = [
@@ -56,10 +60,24 @@ def group_plan(
     if "dp_replicate" in mesh.leaves:
         wanted.append(GroupSpec(mesh.expand(["dp_shard", "ep", "cp"])))  # shards of parameters, gradients and state
         wanted.append(GroupSpec(mesh.expand(["dp_replicate"])))  # copies of a shard
+    if experts is not None:
+        wanted += _of_experts(mesh, experts)
     if whole_matrices:
         wanted.append(GroupSpec(mesh.expand(["dp", "ep", "cp", "tp"])))
     wanted += (GroupSpec((), pipeline=coordinates) for coordinates in copies)
     return tuple(dict.fromkeys(spec for spec in wanted if spec_size(mesh, spec) > 1))
+
+
+def _of_experts(mesh: Mesh, experts: tuple[str, ...]) -> list[GroupSpec]:
+    """Tokens on their way to experts, tokens of the same rows, and the replicas of an expert as of a dense parameter."""
+
+    def left(axes: list[str]) -> GroupSpec:
+        return GroupSpec(tuple(leaf for leaf in mesh.expand(axes) if leaf not in experts))
+
+    specs = [GroupSpec(experts), GroupSpec(mesh.expand(["cp", "tp"])), left(["dp", "ep", "cp"])]
+    if "dp_replicate" in mesh.leaves:
+        specs += [left(["dp_shard", "ep", "cp"]), left(["dp_replicate"])]
+    return specs
 
 
 def spec_size(mesh: Mesh, spec: GroupSpec) -> int:

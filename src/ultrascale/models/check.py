@@ -11,8 +11,13 @@ from math import floor, pi
 
 from ultrascale.config.problem import Problem, choices
 from ultrascale.config.schema import Config, Llama3Scaling, Model, YarnScaling
+from ultrascale.models import check_experts
 from ultrascale.models.family import FAMILIES
 from ultrascale.models.yarn import blended_pairs, pair_with_turns
+
+LATENT_FAMILY = "deepseek_v3"
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""Keys that latent attention cannot do without, with DeepSeek-V3's values."""
 
 _OUTSIDE = re.compile(r"(?P<package>[A-Za-z_]\w*)(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -25,15 +30,15 @@ def check(config: Config) -> list[Problem]:
         if model.options:
             message = f"model.options has no effect under model.family={model.family}; leave it out"
             problems.append(Problem("model.options", message, kind="idle"))
-        for name in ("expert_axes", "expert_tensor_axes"):
-            message = f"parallel.{name} has no effect under model.family={model.family}, which has no experts"
-            problems.append(Problem(f"parallel.{name}", f"{message}; leave it out", kind="idle"))
-    if model.head_dim is not None and model.head_dim % 2:
+    problems += check_experts.check(config)
+    problems += _latent_attention(model)
+    key, turned = _turned(model)
+    if turned is not None and turned % 2:
         message = (
-            f"model.head_dim={model.head_dim} is odd, and rotary embeddings turn pairs; "
-            f"use {choices([size for size in (model.head_dim - 1, model.head_dim + 1) if size])}"
+            f"{key}={turned} is odd, and rotary embeddings turn pairs; "
+            f"use {choices([size for size in (turned - 1, turned + 1) if size])}"
         )
-        problems.append(Problem("model.head_dim", message))
+        problems.append(Problem(key, message))
     if config.batch.sequence_length > model.max_position_embeddings:
         message = (
             f"batch.sequence_length={config.batch.sequence_length} is longer than "
@@ -46,6 +51,54 @@ def check(config: Config) -> list[Problem]:
     if isinstance(model.rope_scaling, YarnScaling):
         problems += _yarn(model.rope_scaling, model)
     return problems + _window(model)
+
+
+def _turned(model: Model) -> tuple[str, int | None]:
+    """The key, and its value, that says how many features of a head positions turn."""
+    name = "head_dim" if model.qk_rope_head_dim is None else "qk_rope_head_dim"
+    return f"model.{name}", getattr(model, name)
+
+
+def _latent_attention(model: Model) -> list[Problem]:
+    """What one family has, and needs, and what its heads leave no choice in."""
+    given = {name: getattr(model, name) for name in (*LATENT, "q_lora_rank")}
+    if model.family in FAMILIES and model.family != LATENT_FAMILY:
+        return [
+            Problem(
+                f"model.{name}",
+                f"model.{name}={value} has no effect under model.family={model.family}, whose attention has no "
+                f"latents; leave it out, or use model.family={LATENT_FAMILY}",
+                kind="idle",
+            )
+            for name, value in given.items()
+            if value is not None
+        ]
+    if model.family != LATENT_FAMILY:
+        return []
+    missing = [name for name in LATENT if given[name] is None]
+    if missing:
+        return [
+            Problem(
+                f"model.{name}",
+                f"model.{name} is not set, and model.family={LATENT_FAMILY} needs it; DeepSeek-V3 has {LATENT[name]}",
+            )
+            for name in missing
+        ]
+    problems = []
+    heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    whole = given["qk_nope_head_dim"] + given["qk_rope_head_dim"]
+    if kv_heads not in (None, heads):
+        message = (
+            f"model.num_key_value_heads={kv_heads} is not model.num_attention_heads={heads}, and latents are expanded "
+            "to as many heads of keys as of queries; leave it out"
+        )
+        problems.append(Problem("model.num_key_value_heads", message))
+    if head_dim not in (None, whole):
+        message = (
+            f"model.head_dim={head_dim} is not model.qk_nope_head_dim + model.qk_rope_head_dim = {whole}; leave it out"
+        )
+        problems.append(Problem("model.head_dim", message))
+    return problems
 
 
 def _window(model: Model) -> list[Problem]:
@@ -103,22 +156,22 @@ def _yarn(scaling: YarnScaling, model: Model) -> list[Problem]:
 
 def _yarn_range(scaling: YarnScaling, model: Model) -> list[Problem]:
     """Whether there are frequencies on both sides of the blend."""
-    head_dim, length = model.head_dim, scaling.original_max_position_embeddings
-    if head_dim is None or head_dim < 2:
+    (_, turned), length = _turned(model), scaling.original_max_position_embeddings
+    if turned is None or turned < 2:
         return []
     if model.rope_theta <= 1:
         message = f"model.rope_theta={model.rope_theta:g} must be above 1 under rope_type: yarn; 10000 is usual"
         return [Problem("model.rope_theta", message)]
     key = "model.rope_scaling.original_max_position_embeddings"
-    if pair_with_turns(scaling.beta_slow, scaling, model.rope_theta, head_dim) <= 0:
+    if pair_with_turns(scaling.beta_slow, scaling, model.rope_theta, turned) <= 0:
         least = floor(2 * pi * scaling.beta_slow) + 1
         message = (
             f"{key}={length} is so short that no frequency turns beta_slow={scaling.beta_slow:g} times in it; use at "
             f"least {least}, or rope_type: linear, which divides all of them"
         )
         return [Problem(key, message)]
-    kept, _ = blended_pairs(scaling, model.rope_theta, head_dim)
-    if kept >= head_dim / 2 - 1:
+    kept, _ = blended_pairs(scaling, model.rope_theta, turned)
+    if kept >= turned / 2 - 1:
         message = (
             f"{key}={length}: every frequency turns beta_fast={scaling.beta_fast:g} times in it, and yarn divides "
             "none of them; leave rope_scaling out, or use rope_type: linear"

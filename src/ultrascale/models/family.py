@@ -18,7 +18,13 @@ if TYPE_CHECKING:  # this file is read by commands that must not import torch
     from ultrascale.parallel.objective import Term
     from ultrascale.parallel.passes import Pass
 
-FAMILIES = {"llama": "ultrascale.models.llama:Llama", "qwen3": "ultrascale.models.qwen3:Qwen3"}
+FAMILIES = {
+    "llama": "ultrascale.models.llama:Llama",
+    "mixtral": "ultrascale.models.mixtral:Mixtral",
+    "qwen3": "ultrascale.models.qwen3:Qwen3",
+    "qwen3_moe": "ultrascale.models.qwen3_moe:Qwen3MoE",
+    "deepseek_v3": "ultrascale.models.deepseek:DeepSeekV3",
+}
 """Families of the tree; any other is named `package.module:Family`."""
 
 

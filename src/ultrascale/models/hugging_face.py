@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from ultrascale.config.schema import Model
+from ultrascale.config.schema import Model, RopeScaling
 
 Dims = tuple[int, ...]
 
@@ -52,10 +52,25 @@ class Field:
 REQUIRED = object()
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How config.json says which tokens a query sees.
+
+    default    width that transformers takes when sliding_window is left out
+    switched   whether use_sliding_window must be true for it to hold
+    by_layer   whether layer_types says for which layers it holds (otherwise for all)
+    """
+
+    default: int | None
+    switched: bool
+    by_layer: bool
+
+
 @dataclass(frozen=True)
 class FamilyMapping:
     """A family in Hugging Face's words.
 
+    window     None: there is none in this architecture
     fixed      fields that have one value in this family, which is also what leaving them out means
     not_read   last parts of tensor names that are no parameters: buffers of old exports
     """
@@ -65,6 +80,7 @@ class FamilyMapping:
     model_type: str
     fields: Sequence[Field]
     parameters: Sequence[Parameter]
+    window: Window | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     not_read: tuple[str, ...] = ()
 
@@ -100,6 +116,7 @@ def sizes(model: Model) -> dict[str, int]:
         "hidden": model.hidden_size,
         "queries": model.num_attention_heads * model.head_dim,
         "keys": model.num_key_value_heads * model.head_dim,
+        "head": model.head_dim,
         "features": model.intermediate_size,
     }
 
@@ -160,6 +177,7 @@ def model_of(mapping: FamilyMapping, config: Mapping[str, Any]) -> Model:
         else:
             values[one.ours] = value
     values |= _rope(config, problems)
+    values |= _window(mapping.window, config, problems)
     if not problems:
         try:
             return _resolved(Model.model_validate(values))
@@ -182,10 +200,13 @@ def _resolved(model: Model) -> Model:
     return model.model_copy(update=filled)
 
 
+_SCALINGS = [kind.model_fields["rope_type"].annotation.__args__[0] for kind in get_args(get_args(RopeScaling)[0])]
+_BESIDE_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
+
 def _rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """rope_theta and rope_scaling, in the words of transformers 5 (rope_parameters) or of those before it."""
-    old = config.get("rope_scaling") or {}
-    given = config.get("rope_parameters") or old
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -193,13 +214,60 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         problems.append(f"partial_rotary_factor={partial!r}: all of a head is rotated here")
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    if kind != "llama3":
-        problems.append(f"rope_type={kind!r} is not known; default and llama3 are")
+    if kind not in _SCALINGS:
+        problems.append(f"rope_type={kind!r} is not known; default, {', '.join(_SCALINGS)} are")
         return {}
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [name for name in names if name not in given]
-    problems += (f"{name} of rope_type llama3 is missing" for name in missing)
-    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind} | {n: given[n] for n in names if n not in missing}}
+    section = {key: value for key, value in given.items() if key not in _BESIDE_SCALING and value is not None}
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **section}}
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def _window(window: Window | None, config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """sliding_window and layer_types."""
+    if window is None:
+        return {}
+    width = config.get("sliding_window", window.default)
+    if window.switched and not config.get("use_sliding_window", False):
+        width = None
+    if not window.by_layer:
+        return {"sliding_window": width}
+    layers = config.get("num_hidden_layers", 0)
+    types = config.get("layer_types")
+    if types is None:
+        # transformers' rule: the first max_window_layers see all, of which the default is 28.
+        first = config.get("max_window_layers", 28)
+        types = [SLIDING if width is not None and layer >= first else FULL for layer in range(layers)]
+    if width is None and SLIDING in types:
+        problems.append(f"layer_types names {SLIDING}, and there is no sliding_window that holds")
+    if SLIDING not in types:
+        return {}
+    return {"sliding_window": width, "layer_types": None if FULL not in types else tuple(types)}
+
+
+def _window_fields(window: Window | None, model: Model) -> dict[str, Any]:
+    if window is None:
+        return {}
+    fields: dict[str, Any] = {"sliding_window": model.sliding_window}
+    if window.switched:
+        fields["use_sliding_window"] = model.sliding_window is not None
+    if window.by_layer:
+        everywhere = FULL if model.sliding_window is None else SLIDING
+        fields["layer_types"] = list(model.layer_types or [everywhere] * model.num_hidden_layers)
+    return fields
+
+
+def unsaid(mapping: FamilyMapping, model: Model) -> list[str]:
+    """A clause for each key of a resolved model that the architecture has no word for and is not at its default."""
+    said = {one.ours for one in mapping.fields} | {"rope_theta", "rope_scaling", *NOT_OF_THE_WEIGHTS}
+    if mapping.window is not None:
+        said |= {"sliding_window", "layer_types"} if mapping.window.by_layer else {"sliding_window"}
+    return [
+        f"model.{key}={_plain(getattr(model, key))}"
+        for key, known in Model.model_fields.items()
+        if key not in said and getattr(model, key) != known.get_default(call_default_factory=True)
+    ]
 
 
 def config_json(
@@ -214,7 +282,8 @@ def config_json(
     config |= {"architectures": [mapping.architecture], "model_type": mapping.model_type}
     config |= {one.theirs: getattr(model, one.ours) for one in mapping.fields}
     config |= {key: value for key, value in mapping.fixed.items() if value is not None}
-    scaling = None if model.rope_scaling is None else model.rope_scaling.model_dump()
+    config |= _window_fields(mapping.window, model)
+    scaling = None if model.rope_scaling is None else model.rope_scaling.model_dump(exclude_none=True)
     if "rope_parameters" in config:
         config["rope_parameters"] = {"rope_theta": model.rope_theta, **(scaling or {"rope_type": "default"})}
         config.pop("rope_theta", None)
@@ -234,7 +303,7 @@ NOT_OF_THE_WEIGHTS = (
     "z_loss_coefficient",
     "options",
 )
-"""Keys of the model section that may differ from those of the folder that weights are read from."""
+"""Keys of the model section that say nothing of what weights do: they may differ from those of a folder."""
 
 
 def differences(configured: Model, found: Model) -> list[str]:

@@ -7,65 +7,105 @@ from collections.abc import Mapping
 from typing import Any
 
 from ultrascale.config.problem import choices
-from ultrascale.models.hugging_face import REQUIRED, FamilyMapping, Field, HuggingFaceError, Parameter
+from ultrascale.config.schema import Model
+from ultrascale.models.hugging_face import REQUIRED, FamilyMapping, Field, HuggingFaceError, Parameter, Window, unsaid
+
+# What transformers fills in differs between architectures; real folders say all of it.
+_LLAMA_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+}
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
+
+
+def _fields(**defaults: Any) -> tuple[Field, ...]:
+    """Fields that have the same name on both sides, with what an architecture fills in otherwise than Llama."""
+    sizes = tuple(Field(name, name, REQUIRED) for name in _SIZES)
+    return sizes + tuple(Field(name, name, value) for name, value in {**_LLAMA_DEFAULTS, **defaults}.items())
+
+
+def _parameters(*more: tuple[str, str, tuple[str, ...]]) -> tuple[Parameter, ...]:
+    """A decoder's parameters.
+
+    more   (ours, theirs, shape) of what layers have beside Llama's
+    q and k need no permutation: both sides rotate the two halves of a head (kernels/reference.py, rotate).
+    """
+    of_layers = (
+        ("attention_norm", "input_layernorm", ("hidden",)),
+        ("attention.q_proj", "self_attn.q_proj", ("queries", "hidden")),
+        ("attention.k_proj", "self_attn.k_proj", ("keys", "hidden")),
+        ("attention.v_proj", "self_attn.v_proj", ("keys", "hidden")),
+        ("attention.o_proj", "self_attn.o_proj", ("hidden", "queries")),
+        *more,
+        ("mlp_norm", "post_attention_layernorm", ("hidden",)),
+        ("mlp.gate_proj", "mlp.gate_proj", ("features", "hidden")),
+        ("mlp.up_proj", "mlp.up_proj", ("features", "hidden")),
+        ("mlp.down_proj", "mlp.down_proj", ("hidden", "features")),
+    )
+    return (
+        Parameter("embed_tokens.weight", "model.embed_tokens.weight", ("vocabulary", "hidden")),
+        *(
+            Parameter(f"layers.{{layer}}.{ours}.weight", f"model.layers.{{layer}}.{theirs}.weight", shape)
+            for ours, theirs, shape in of_layers
+        ),
+        Parameter("norm.weight", "model.norm.weight", ("hidden",)),
+        Parameter("lm_head.weight", "lm_head.weight", ("vocabulary", "hidden"), tied_to="embed_tokens.weight"),
+    )
+
 
 LLAMA = FamilyMapping(
     family="llama",
     architecture="LlamaForCausalLM",
     model_type="llama",
-    fields=(
-        Field("hidden_size", "hidden_size", REQUIRED),
-        Field("num_hidden_layers", "num_hidden_layers", REQUIRED),
-        Field("num_attention_heads", "num_attention_heads", REQUIRED),
-        Field("num_key_value_heads", "num_key_value_heads", None),
-        Field("head_dim", "head_dim", None),
-        Field("intermediate_size", "intermediate_size", REQUIRED),
-        Field("vocab_size", "vocab_size", REQUIRED),
-        Field("tie_word_embeddings", "tie_word_embeddings", False),
-        Field("max_position_embeddings", "max_position_embeddings", 2048),
-        Field("rms_norm_eps", "rms_norm_eps", 1e-6),
-        Field("initializer_range", "initializer_range", 0.02),
-    ),
-    fixed={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "quantization_config": None,
-    },
-    # q and k need no permutation: both sides rotate the two halves of a head (kernels/reference.py, rotate).
-    parameters=(
-        Parameter("embed_tokens.weight", "model.embed_tokens.weight", ("vocabulary", "hidden")),
-        *(
-            Parameter(f"layers.{{layer}}.{ours}.weight", f"model.layers.{{layer}}.{theirs}.weight", shape)
-            for ours, theirs, shape in (
-                ("attention_norm", "input_layernorm", ("hidden",)),
-                ("attention.q_proj", "self_attn.q_proj", ("queries", "hidden")),
-                ("attention.k_proj", "self_attn.k_proj", ("keys", "hidden")),
-                ("attention.v_proj", "self_attn.v_proj", ("keys", "hidden")),
-                ("attention.o_proj", "self_attn.o_proj", ("hidden", "queries")),
-                ("mlp_norm", "post_attention_layernorm", ("hidden",)),
-                ("mlp.gate_proj", "mlp.gate_proj", ("features", "hidden")),
-                ("mlp.up_proj", "mlp.up_proj", ("features", "hidden")),
-                ("mlp.down_proj", "mlp.down_proj", ("hidden", "features")),
-            )
-        ),
-        Parameter("norm.weight", "model.norm.weight", ("hidden",)),
-        Parameter("lm_head.weight", "lm_head.weight", ("vocabulary", "hidden"), tied_to="embed_tokens.weight"),
-    ),
+    fields=_fields(),
+    parameters=_parameters(),
+    fixed={**_FIXED, "attention_bias": False, "mlp_bias": False},
     not_read=("rotary_emb.inv_freq",),
 )
 
-MAPPINGS = (LLAMA,)
+# Llama with a window over all layers.
+MISTRAL = FamilyMapping(
+    family="llama",
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    fields=_fields(num_key_value_heads=8, max_position_embeddings=131072),
+    parameters=_parameters(),
+    window=Window(default=4096, switched=False, by_layer=False),
+    fixed=_FIXED,
+)
+
+QWEN3 = FamilyMapping(
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    fields=_fields(num_key_value_heads=32, head_dim=128, max_position_embeddings=32768),
+    parameters=_parameters(
+        ("attention.q_norm", "self_attn.q_norm", ("head",)), ("attention.k_norm", "self_attn.k_norm", ("head",))
+    ),
+    window=Window(default=4096, switched=True, by_layer=True),
+    fixed={**_FIXED, "attention_bias": False},
+)
+
+MAPPINGS = (LLAMA, MISTRAL, QWEN3)
+"""Of several for one family, the first that has a word for everything is written."""
 
 
-def of_family(name: str) -> FamilyMapping:
-    """The mapping of a `model.family`; raises HuggingFaceError when it has none."""
-    for mapping in MAPPINGS:
-        if mapping.family == name:
+def of_model(model: Model) -> FamilyMapping:
+    """The mapping that a resolved model is written by; raises HuggingFaceError when none has words for all of it."""
+    of_family = [mapping for mapping in MAPPINGS if mapping.family == model.family]
+    if not of_family:
+        known = choices(list(dict.fromkeys(mapping.family for mapping in MAPPINGS)))
+        raise HuggingFaceError(f"model.family={model.family} has no mapping to Hugging Face; {known} has one")
+    for mapping in of_family:
+        if not unsaid(mapping, model):
             return mapping
-    known = choices([mapping.family for mapping in MAPPINGS])
-    raise HuggingFaceError(f"model.family={name} has no mapping to Hugging Face; {known} has one")
+    lacking = "; ".join(f"{mapping.architecture} has no {', '.join(unsaid(mapping, model))}" for mapping in of_family)
+    raise HuggingFaceError(f"model.family={model.family} cannot be written with these settings: {lacking}")
 
 
 def of_config(config: Mapping[str, Any]) -> FamilyMapping:
@@ -78,7 +118,7 @@ def of_config(config: Mapping[str, Any]) -> FamilyMapping:
         ):
             return mapping
     known = [mapping.architecture for mapping in MAPPINGS]
-    near = difflib.get_close_matches(str(architecture), known, n=1)
+    near = difflib.get_close_matches(str(architecture), known, n=1, cutoff=0.8)
     fix = f"did you mean {near[0]}?" if near else f"{choices(known)} can be read"
     what = f"architectures={named!r}" if named else f"model_type={config.get('model_type')!r}"
     raise HuggingFaceError(f"config.json: {what} is not known; {fix}")

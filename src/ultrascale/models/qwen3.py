@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from ultrascale.config.schema import Model
 from ultrascale.models.llama import Llama
 from ultrascale.models.sizes import Sizes
-from ultrascale.models.transformer import Attention, Block
+from ultrascale.models.transformer import Attention, AttentionLayer, Block
 from ultrascale.parallel.layout import Constant, Kind, Layout, Use
 from ultrascale.parallel.module import Build
 from ultrascale.parallel.passes import Pass
@@ -53,7 +52,7 @@ class NormedAttention(Attention):
 
 
 class Qwen3Block(Block):
-    attention_class: ClassVar[type[Attention]] = NormedAttention
+    attention_class: ClassVar[type[AttentionLayer]] = NormedAttention
 
 
 class Qwen3(Llama):
@@ -62,6 +61,10 @@ class Qwen3(Llama):
     block: ClassVar[type[Block]] = Qwen3Block
 
     def sizes(self) -> Sizes:
-        model, sizes = self.config.model, super().sizes()
-        assert model.head_dim is not None
-        return replace(sizes, parameters=sizes.parameters + model.num_hidden_layers * 2 * model.head_dim)
+        return super().sizes().plus_norms(head_norm_parameters(self.config.model))
+
+
+def head_norm_parameters(model: Model) -> int:
+    """Of all layers: one weight for queries and one for keys in each."""
+    assert model.head_dim is not None
+    return model.num_hidden_layers * 2 * model.head_dim

@@ -13,21 +13,22 @@ import torch
 
 from ultrascale.config.schema import LinearScaling, Llama3Scaling, Model, YarnScaling
 from ultrascale.models import yarn
+from ultrascale.models.sizes import rotary_dim
 
 
 class Frequencies(NamedTuple):
     """What decides the rotation at a position."""
 
     inverse: torch.Tensor
-    """float64 [head_dim / 2]: radians per position of each pair of features."""
+    """float64 [rotary_dim / 2]: radians per position of each pair of features."""
     attention_factor: float
     """Multiplies cos and sin."""
 
 
 def inverse_frequencies(model: Model) -> Frequencies:
     """θ^(−2i/d) (Su et al. 2021), scaled for long context when `model.rope_scaling` says so."""
-    assert model.head_dim is not None
-    exponent = torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
+    dim = rotary_dim(model)
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     frequency, scaling = 1.0 / model.rope_theta**exponent, model.rope_scaling
     if isinstance(scaling, LinearScaling):
         # Position interpolation (Chen et al. 2023, §2.3): m/factor in place of m is the same product.
@@ -60,8 +61,8 @@ def _llama3(frequency: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
 
 
 def rotation(positions: torch.Tensor, frequency: Frequencies, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [seq, batch, 1, head_dim / 2] in `dtype` of positions int64 [seq, batch], times the attention factor;
-    rounded once, at the end."""
+    """cos and sin [seq, batch, 1, rotary_dim / 2] in `dtype` of positions int64 [seq, batch], times the attention
+    factor; rounded once, at the end."""
     angle = positions.unsqueeze(-1).to(torch.float64) * frequency.inverse.to(positions.device)
     cos, sin = (frequency.attention_factor * part for part in (angle.cos(), angle.sin()))
     return cos.to(dtype).unsqueeze(2), sin.to(dtype).unsqueeze(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -115,6 +115,15 @@ class _SplitHeads(torch.autograd.Function):
         return dqkv.flatten(2), None, None, None, None
 
 
+class AttentionLayer(Protocol):
+    """What a block asks of its attention, whatever kind that is."""
+
+    def __init__(self, build: Build, model: Model, layer: int) -> None: ...
+
+    def __call__(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
+        """x [seq (/ tp), batch, hidden] → the same"""
+
+
 class Attention(Module):
     """Grouped-query attention with rotary positions; q, k and v are one GEMM."""
 
@@ -164,9 +173,9 @@ class Attention(Module):
 class MLP(Module):
     """SwiGLU; gate and up are one GEMM."""
 
-    def __init__(self, build: Build, model: Model, prefix: str) -> None:
+    def __init__(self, build: Build, model: Model, prefix: str, ffn: int) -> None:
         super().__init__(build)
-        hidden, ffn, std = model.hidden_size, model.intermediate_size, model.initializer_range
+        hidden, std = model.hidden_size, model.initializer_range
         self.gate_up = ColumnLinear(
             build,
             matrix(f"{prefix}.gate_proj.weight", ffn, hidden, {0: ("tp",)}, std),
@@ -187,7 +196,7 @@ class MLP(Module):
 class Block(Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    attention_class: ClassVar[type[Attention]] = Attention
+    attention_class: ClassVar[type[AttentionLayer]] = Attention
 
     def __init__(self, build: Build, model: Model, index: int) -> None:
         super().__init__(build)
@@ -195,9 +204,12 @@ class Block(Module):
         self.attention_norm = RMSNorm(build, norm_weight(f"{prefix}.attention_norm.weight", hidden, build), eps)
         self.attention = self.attention_class(build, model, index)
         self.mlp_norm = RMSNorm(build, norm_weight(f"{prefix}.mlp_norm.weight", hidden, build), eps)
-        self.mlp = MLP(build, model, f"{prefix}.mlp")
+        self.mlp = self._feed_forward(build, model, index)
 
-    def forward(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
+    def _feed_forward(self, build: Build, model: Model, index: int) -> nn.Module:
+        return MLP(build, model, f"layers.{index}.mlp", model.intermediate_size)
+
+    def forward(self, x: torch.Tensor, current: Pass) -> Any:
         """x [seq (/ tp), batch, hidden] → the same"""
         x = x + self.attention(self.attention_norm(x, current), current)
         return x + self.mlp(self.mlp_norm(x, current), current)
@@ -285,11 +297,12 @@ class Stage(Module):
 
     def forward(
         self, hidden: torch.Tensor | None, batch: MicroBatch, current: Pass
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]] | dict[str, torch.Tensor]:
         """One micro-batch through the stage.
 
         hidden   [seq (/ tp), batch, hidden] from the stage before; None for the first
-        returns  the same for the stage behind; from the last, {term: sum} or, without labels, {"logits": …}
+        returns  the same for the stage behind, with {term: sum} where blocks have terms; from the last, {term: sum}
+                 or, without labels, {"logits": …}
         """
         if self.embedding is not None:
             x = run_unit("embedding", self.embedding, current, batch.inputs)
@@ -299,10 +312,16 @@ class Stage(Module):
         if len(self.blocks) and current.rotation is None:
             current.rotation = rotation(batch.positions, self.frequency, wide(x.dtype))
             current.documents = batch.documents
+        terms: dict[str, torch.Tensor] = {}
         for name, block in zip(self.names, self.blocks, strict=True):
-            x = run_unit(name, block, current, x, recompute=self.build.recompute == "full")
+            out = run_unit(name, block, current, x, recompute=self.build.recompute == "full")
+            if isinstance(out, dict):
+                x = out.pop("hidden")
+                terms = {key: terms[key] + value if key in terms else value for key, value in out.items()}
+            else:
+                x = out
         if self.head is None:
-            return x
+            return (x, terms) if terms else x
         if not batch.labels:
             return {"logits": run_unit("head", self.head.logits, current, x)}
-        return run_unit("head", self.head, current, x, batch.labels[0])
+        return {**terms, **run_unit("head", self.head, current, x, batch.labels[0])}

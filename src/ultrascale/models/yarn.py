@@ -31,14 +31,22 @@ def blended_pairs(scaling: YarnScaling, theta: float, head_dim: int) -> tuple[fl
 def attention_factor(scaling: YarnScaling) -> float:
     """What cos and sin are multiplied by: √(1/t) = 0.1 · ln(factor) + 1 of §3.4; the logits of attention by its square.
 
-    With mscale and mscale_all_dim the ratio of two such terms, as in DeepSeek-V2 and V3. Their attention multiplies its
-    softmax scale by the square of the denominator besides; that is part of that attention, not of the rotation.
+    With mscale and mscale_all_dim the ratio of two such terms, as in DeepSeek-V2 and V3, whose attention has the other
+    part of the sharpening (`softmax_factor`).
     """
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale is not None and scaling.mscale_all_dim is not None:
         return _sharpening(scaling.factor, scaling.mscale) / _sharpening(scaling.factor, scaling.mscale_all_dim)
     return _sharpening(scaling.factor, 1.0)
+
+
+def softmax_factor(scaling: YarnScaling) -> float:
+    """What latent attention multiplies its softmax scale by: the square of the denominator in `attention_factor`.
+
+    Only a part of its heads is rotated, and cos and sin alone would not sharpen the rest of them.
+    """
+    return 1.0 if scaling.mscale_all_dim is None else _sharpening(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
 def _sharpening(factor: float, weight: float) -> float:

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from ultrascale.config.problem import Problem, choices
 from ultrascale.config.schema import Config, Model, Parallel
-from ultrascale.parallel.context.split import Cut, sequence_multiple
+from ultrascale.parallel.context.split import Cut, sequence_multiple, tp_splits_tokens
 
 
 def check(config: Config) -> list[Problem]:
     """Problems of the keys `parallel.*` and `context.*`. Takes a resolved config."""
     return [
-        *_not_in_this_version(config),
         *_sharding(config),
         *(_heads_and_features(config) or _context(config) or _sequence(config)),
     ]
-
-
-def _not_in_this_version(config: Config) -> list[Problem]:
-    parallel = config.parallel
-    problems = []
-    if parallel.ep > 1:
-        message = f"parallel.ep={parallel.ep}: expert parallelism is not in this version; use 1, and parallel.dp"
-        problems.append(Problem("parallel.ep", message))
-    return problems
 
 
 def _sharding(config: Config) -> list[Problem]:
@@ -113,9 +103,10 @@ def _sequence(config: Config) -> list[Problem]:
         ways_out.append("context.split=contiguous")
     elif parallel.cp > 1:
         reasons.append(f"parallel.cp={parallel.cp}")
-    if parallel.sequence_parallel and parallel.tp > 1:
-        reasons.append(f"parallel.tp={parallel.tp} with parallel.sequence_parallel")
-        ways_out.append("parallel.sequence_parallel=false")
+    if tp_splits_tokens(config) and parallel.tp > 1:
+        experts = config.model.num_experts is not None
+        reasons.append(f"parallel.tp={parallel.tp} with {'experts' if experts else 'parallel.sequence_parallel'}")
+        ways_out += [] if experts else ["parallel.sequence_parallel=false"]
     below = length // pieces * pieces
     lengths = choices([size for size in (below, below + pieces) if size])
     message = (

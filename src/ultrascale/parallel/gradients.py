@@ -17,7 +17,7 @@ until the BW action runs it; a unit is done when the queue comes to the end of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -113,11 +113,20 @@ class Gradients:
     def accumulate_product(
         self, parameter: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, stage: int, micro_batch: int
     ) -> None:
-        target = self._target(parameter, stage, micro_batch)[: dy.shape[1]]
-        if dy.dtype == target.dtype:
-            target.addmm_(dy.t(), x)
-        else:
-            target.add_(dy.t().mm(x))
+        _add_product(self._target(parameter, stage, micro_batch)[: dy.shape[1]], dy, x)
+
+    def accumulate_products(
+        self,
+        parameter: torch.Tensor,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        counts: Sequence[int],
+        stage: int,
+        micro_batch: int,
+    ) -> None:
+        parts = dy.split(list(counts)), x.split(list(counts))
+        for target, dy_part, x_part in zip(self._target(parameter, stage, micro_batch), *parts, strict=True):
+            _add_product(target, dy_part, x_part)
 
     def accumulate_rows(
         self,
@@ -306,6 +315,14 @@ class Gradients:
                 for piece in bucket.gradients[start : max(start, stop)].split(NORM_PIECE[device.type]):
                     total += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
         return total
+
+
+def _add_product(target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """target += dyᵀ·x"""
+    if dy.dtype == target.dtype:
+        target.addmm_(dy.t(), x)
+    else:
+        target.add_(dy.t().mm(x))
 
 
 @dataclass(frozen=True, slots=True)

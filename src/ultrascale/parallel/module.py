@@ -10,6 +10,7 @@ from torch import nn
 from ultrascale.comm.group import Group
 from ultrascale.mesh.axes import Mesh
 from ultrascale.parallel.context.attention import ContextAttention
+from ultrascale.parallel.experts.dispatch import ExpertGroups
 from ultrascale.parallel.layout import Layout, Stored
 from ultrascale.precision.policy import Policy
 
@@ -27,6 +28,8 @@ class Build:
     """none | selective | full"""
     attention: ContextAttention
     """Over the tokens of all cp ranks."""
+    experts: ExpertGroups | None = None
+    """None: the model has none."""
 
     @property
     def tp(self) -> int:

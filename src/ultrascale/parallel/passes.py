@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -55,6 +55,17 @@ class GradientSink(Protocol):
         self, parameter: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, stage: int, micro_batch: int
     ) -> None:
         """Adds dyᵀ·x: dy [tokens, out], x [tokens, in], parameter [out, in]; a narrower dy means its first rows."""
+
+    def accumulate_products(
+        self,
+        parameter: torch.Tensor,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        counts: Sequence[int],
+        stage: int,
+        micro_batch: int,
+    ) -> None:
+        """Adds dy[g]ᵀ·x[g] to parameter[g] for each group of rows: dy [rows, out], x [rows, in], counts [groups]."""
 
     def accumulate_rows(
         self,

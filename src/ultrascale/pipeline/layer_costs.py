@@ -44,7 +44,7 @@ def layer_costs(config: Config) -> LayerCosts:
     tokens = config.batch.micro_size * config.batch.sequence_length // config.parallel.cp
     vocabulary = model.vocab_size * model.hidden_size
     matmul = (sizes.matmul_parameters - vocabulary) / layers
-    width = 2 * sizes.attention_width / layers
+    width = sizes.attention_width / layers
     passes = 4 if recompute == "full" else 3  # forward, twice as much backward, and the forward again
     kept = 2.0 if recompute == "full" else ACTIVATION_BYTES
     parameters = matmul + 2 * model.hidden_size

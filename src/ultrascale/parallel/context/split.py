@@ -74,10 +74,14 @@ class Cut:
 
 
 def sequence_multiple(config: Config) -> int:
-    """What cp, and tp under sequence parallelism, need the length of a sequence to be a multiple of."""
+    """What cp, and tp where it splits tokens, need the length of a sequence to be a multiple of."""
     parallel = config.parallel
-    sequence_parallel = parallel.tp if parallel.sequence_parallel else 1
-    return lcm(Cut.of(config).multiple, parallel.cp * sequence_parallel)
+    return lcm(Cut.of(config).multiple, parallel.cp * (parallel.tp if tp_splits_tokens(config) else 1))
+
+
+def tp_splits_tokens(config: Config) -> bool:
+    """Under sequence parallelism, and where there are experts, which no token is sent to twice."""
+    return bool(config.parallel.sequence_parallel) or config.model.num_experts is not None
 
 
 def padded_length(config: Config) -> int:

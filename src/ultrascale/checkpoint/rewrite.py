@@ -1,0 +1,206 @@
+"""Stored tensors into new safetensors files: cut otherwise, under other names, in another dtype, in bounded memory.
+
+Files are laid out first, so that each piece knows its bytes and any process can write it. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ultrascale.checkpoint.boxes import CheckpointError, Dims, elements, pieces
+from ultrascale.checkpoint.commit import Written
+from ultrascale.checkpoint.manifest import FileEntry, Shard, digest
+from ultrascale.checkpoint.safetensors_file import make_head, shard_key, width
+from ultrascale.checkpoint.scan import Scan, Wanted, joined, scan_place
+from ultrascale.checkpoint.stored import Places, Reader, Stored, StoredTensor
+from ultrascale.checkpoint.values import convert, numbers
+from ultrascale.checkpoint.workers import Workers
+
+Advance = Callable[[int], None]
+Progress = Callable[[int, int], None]
+"""Told how many bytes of how many are done."""
+
+
+class Count:
+    """Bytes done of a known total, for a progress bar."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.done, self.total, self._progress = 0, total, progress
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+        if self._progress is not None:
+            self._progress(self.done, self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a source tensor, as it is to lie in a file.
+
+    form    shape in the file: that of the box, or another of as many elements
+    """
+
+    key: str
+    name: str
+    offset: Dims
+    shape: Dims
+    form: Dims
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return elements(self.shape) * width(self.dtype)
+
+
+def box_piece(name: str, tensor: StoredTensor, offset: Dims, shape: Dims) -> Piece:
+    """A box under the key that a save gives it, in the tensor's own dtype."""
+    return Piece(shard_key(name, tensor.shape, offset, shape), name, offset, shape, shape, tensor.dtype)
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file as the manifest describes it, and the checksum of each key's bytes."""
+
+    entry: FileEntry
+    checksums: Mapping[str, str]
+
+
+def write_files(
+    folder: Path,
+    source: Stored,
+    files: Mapping[str, Sequence[Piece]],
+    workers: Workers,
+    advance: Advance,
+    metadata: Mapping[str, str] | None = None,
+) -> dict[str, WrittenFile]:
+    """Writes the files into `folder`, and syncs them.
+
+    Raises CheckpointError when a source file cannot be read, or a value does not fit its new dtype; OSError when a
+    file cannot be written.
+    """
+    heads, tasks = {}, []
+    places = {name: Places(tensor) for name, tensor in source.items()}
+    for name, chosen in files.items():
+        prefix, kept = make_head({piece.key: (piece.dtype, piece.form) for piece in chosen}, metadata)
+        heads[name] = prefix
+        with open(folder / name, "xb") as file:
+            file.write(prefix)
+            file.truncate(max((place.stop for place in kept.values()), default=len(prefix)))
+        for piece in chosen:
+            tensor = places[piece.name].touching(piece.offset, piece.shape)
+            tasks.append((str(folder / name), kept[piece.key].start, tensor, piece, workers.block_bytes))
+    owners = [(name, piece) for name, chosen in files.items() for piece in chosen]
+    checksums: dict[str, dict[str, str]] = {name: {} for name in files}
+    for number, checksum in workers.run(write_piece, tasks):
+        name, piece = owners[number]
+        checksums[name][piece.key] = checksum
+        advance(piece.bytes)
+    written = {}
+    for name in files:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+            size = file.seek(0, 2)
+        written[name] = WrittenFile(FileEntry(size, digest(heads[name])), checksums[name])
+    return written
+
+
+def write_piece(path: str, start: int, tensor: StoredTensor, piece: Piece, block_bytes: int) -> str:
+    """Writes one piece at byte `start` of the file; returns the checksum of its bytes."""
+    sha, at = hashlib.sha256(), start
+    limit = max(1, block_bytes // max(width(tensor.dtype), width(piece.dtype)))
+    with Reader() as reader, open(path, "r+b") as file:
+        file.seek(start)
+        for offset, shape in pieces(piece.offset, piece.shape, limit):
+            bits = reader.box(tensor, offset, shape).reshape(-1)
+            changed = np.ascontiguousarray(convert(bits, tensor.dtype, piece.dtype))
+            if piece.dtype == "float16" and tensor.dtype != "float16":
+                _refuse_overflow(piece, numbers(bits, tensor.dtype), numbers(changed, "float16"))
+            data = changed.view(np.uint8).data
+            sha.update(data)
+            file.write(data)
+            at += len(data)
+    assert at == start + piece.bytes, "the blocks of a piece add up to it"
+    return "sha256:" + sha.hexdigest()
+
+
+def _refuse_overflow(piece: Piece, before: np.ndarray, after: np.ndarray) -> None:
+    lost = int((np.isfinite(before) & ~np.isfinite(after)).sum())
+    if lost:
+        raise CheckpointError(f"{piece.name}: {lost} values are beyond float16 (65504); use bfloat16 or float32")
+
+
+def as_written(
+    files: Mapping[str, Sequence[Piece]], written: Mapping[str, WrittenFile], source: Stored
+) -> list[Written]:
+    """What `commit` takes, of files whose pieces are boxes of the source's tensors."""
+    gathered: list[Written] = []
+    for name, chosen in files.items():
+        rows = [
+            [
+                piece.name,
+                source[piece.name].shape,
+                piece.dtype,
+                astuple(Shard(name, piece.key, piece.offset, piece.shape, written[name].checksums[piece.key])),
+            ]
+            for piece in chosen
+        ]
+        gathered.append([name, astuple(written[name].entry), rows])
+    return gathered
+
+
+def scan_stored(stored: Stored, workers: Workers, advance: Advance) -> dict[str, Scan]:
+    """The digest of each tensor; its checksums are compared, and CheckpointError names what is damaged."""
+    wanted = Wanted(digest=True)
+    owners = [(name, place) for name, tensor in stored.items() for place in tensor.places]
+    found: dict[str, list[Scan]] = {name: [] for name in stored}
+    # One place each: what a task is given travels to its process.
+    tasks = [(replace(stored[name], places=(place,)), place, wanted) for name, place in owners]
+    for number, scan in workers.run(scan_place, tasks):
+        name, place = owners[number]
+        if place.checksum is not None and scan.checksum != place.checksum:
+            raise CheckpointError(
+                f"{place.file}: checksum of tensor {name} (key {place.key!r}) does not match: damaged"
+            )
+        found[name].append(scan)
+        advance(elements(place.shape) * width(stored[name].dtype))
+    return {name: joined(scans) for name, scans in found.items()}
+
+
+def in_shards(named: Iterator[Piece], limit: int) -> list[list[Piece]]:
+    """The pieces in order, in lists of at most `limit` bytes each; a larger piece has one of its own."""
+    shards: list[list[Piece]] = []
+    size = 0
+    for piece in named:
+        if not shards or size + piece.bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(piece)
+        size += piece.bytes
+    return shards
+
+
+def refuse_to_overwrite(target: Path) -> None:
+    """Raises CheckpointError when something is there already, whatever it is."""
+    if target.exists():
+        raise CheckpointError(f"{target} is there already and is not replaced; remove it, or give another folder")
+
+
+@contextmanager
+def cleared(temporary: Path) -> Iterator[None]:
+    """Removes the temporary folder when something goes wrong on the way; what the disk says is said in our words."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{temporary.parent}: nothing was written: {error}") from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -1,0 +1,193 @@
+"""Tensors as they lie in files, whoever wrote them, and boxes of them read piece by piece. Needs no torch.
+
+Nothing is mapped: what is read lies in a buffer that the caller asked for, so that memory is what the caller says.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ultrascale.checkpoint.boxes import CheckpointError, Dims, elements, intersection, slices
+from ultrascale.checkpoint.manifest import Manifest
+from ultrascale.checkpoint.safetensors_file import locate, vouched_head, width
+from ultrascale.checkpoint.values import UNSIGNED, Bits
+
+OPEN_FILES = 64
+SHORT_RUN = 4096
+"""Bytes: runs that are shorter are read together with what lies between them."""
+SCRATCH_BYTES = 1 << 20
+"""Read at a time where only parts are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a box of a tensor lies: row-major from byte `start` of a file."""
+
+    file: Path
+    key: str
+    start: int
+    offset: Dims
+    shape: Dims
+    checksum: str | None
+    """"sha256:…" of its bytes; None where nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A logical tensor: global shape, dtype (a key of manifest.DTYPES), and the places whose boxes tile it."""
+
+    shape: Dims
+    dtype: str
+    places: tuple[Place, ...]
+
+    @property
+    def bytes(self) -> int:
+        return elements(self.shape) * width(self.dtype)
+
+
+Stored = Mapping[str, StoredTensor]
+"""Logical name → tensor."""
+
+
+class Places:
+    """The places of a tensor, found by the rows that they hold: of many thousands, a box touches a few."""
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        self.tensor = tensor
+        first = [(place.offset[0] if place.offset else 0) for place in tensor.places]
+        order = sorted(range(len(first)), key=first.__getitem__)
+        self._places = [tensor.places[i] for i in order]
+        self._first = [first[i] for i in order]
+        # Where the places up to each one end at the latest: none before the first that reaches a row holds it.
+        ends = (place.offset[0] + place.shape[0] if place.offset else 1 for place in self._places)
+        self._reach = list(accumulate(ends, max))
+
+    def touching(self, offset: Dims, shape: Dims) -> StoredTensor:
+        """The tensor with only those places that share an element with the box."""
+        row, rows = (offset[0], shape[0]) if offset else (0, 1)
+        near = self._places[bisect_right(self._reach, row) : bisect_left(self._first, row + rows)]
+        found = tuple(place for place in near if intersection(place.offset, place.shape, offset, shape))
+        return replace(self.tensor, places=found)
+
+
+def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint; raises CheckpointError when a file is missing or its header is another one."""
+    heads = {name: vouched_head(folder / name, entry) for name, entry in manifest.files.items()}
+    stored = {}
+    for name, entry in manifest.tensors.items():
+        places = []
+        for shard in entry.shards:
+            path, size = folder / shard.file, manifest.files[shard.file].bytes
+            start, _ = locate(path, *heads[shard.file], size, shard, entry.dtype, name)
+            places.append(Place(path, shard.key, start, shard.offset, shard.shape, shard.checksum))
+        stored[name] = StoredTensor(entry.shape, entry.dtype, tuple(places))
+    return stored
+
+
+class Reader:
+    """Reads through a few open files; close it, or use it in a `with`."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def box(self, tensor: StoredTensor, offset: Dims, shape: Dims) -> Bits:
+        """The bits of a box, of its shape; every element of it lies in exactly one place."""
+        size = width(tensor.dtype)
+        out: Any = np.empty(shape, UNSIGNED[size])
+        for place in tensor.places:
+            common = intersection(place.offset, place.shape, offset, shape)
+            if common:
+                corner = tuple(c - o for c, o in zip(common[0], place.offset))
+                self._fill(place, corner, common[1], out[(*slices(*common, offset), ...)], size)
+        found: Bits = out
+        return found
+
+    def bytes(self, place: Place, start: int, count: int) -> Bits:
+        """`count` bytes from byte `start` of a place."""
+        out = np.empty(count, np.uint8)
+        self._read(place.file, place.start + start, out)
+        return out
+
+    def _fill(self, place: Place, corner: Dims, shape: Dims, out: Any, size: int) -> None:
+        """Reads the box at `corner` of a place into `out`, a view of that shape (… keeps one of a single element)."""
+        dims = len(shape)
+        strides = [prod(place.shape[d + 1 :]) for d in range(dims)]
+        # Dims from `run` on are one stretch of the file.
+        run = dims
+        while run > 0 and shape[run:] == place.shape[run:]:
+            run -= 1
+        first = place.start + size * sum(c * s for c, s in zip(corner, strides))
+        length = prod(shape[run:])
+        if run == 0 or length * size >= SHORT_RUN:
+            for outer in product(*map(range, shape[:run])):
+                at = first + size * sum(i * s for i, s in zip(outer, strides))
+                self._read_into(place.file, at, out[(*outer, ...)], size)
+            return
+        # Rows of which a little is wanted: some of them at a time, gaps included.
+        rows, stride = shape[run - 1], strides[run - 1]
+        block = max(1, SCRATCH_BYTES // (stride * size))
+        for outer in product(*map(range, shape[: run - 1])):
+            begin = first + size * sum(i * s for i, s in zip(outer, strides))
+            for row in range(0, rows, block):
+                count = min(block, rows - row)
+                whole = np.empty((count - 1) * stride + length, UNSIGNED[size])
+                self._read(place.file, begin + row * stride * size, whole)
+                picked = np.lib.stride_tricks.as_strided(whole, (count, length), (stride * size, size))
+                out[outer][row : row + count] = picked.reshape(count, *shape[run:])
+
+    def _read_into(self, path: Path, start: int, out: Bits, size: int) -> None:
+        if out.flags.c_contiguous:
+            self._read(path, start, out)
+            return
+        flat = np.empty(out.shape, UNSIGNED[size])
+        self._read(path, start, flat)
+        out[...] = flat
+
+    def _read(self, path: Path, start: int, out: Bits) -> None:
+        """Fills a contiguous array from byte `start` of the file."""
+        data = out.reshape(-1).view(np.uint8).data
+        file, done = self._file(path), 0
+        while done < len(data):
+            try:
+                count = os.preadv(file, [data[done:]], start + done)
+            except OSError as error:
+                raise CheckpointError(f"{path}: the file cannot be read: {error.strerror or error}") from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{path}: the file ends at byte {start + done}: it was truncated while it was read"
+                )
+            done += count
+
+    def _file(self, path: Path) -> int:
+        if path not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            try:
+                self._open[path] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise CheckpointError(f"{path}: the file cannot be read: {error.strerror or error}") from error
+        self._open.move_to_end(path)
+        return self._open[path]

@@ -1,0 +1,146 @@
+"""Blocks whose feed-forward part is a mixture of experts (Shazeer et al. 2017; Lepikhin et al. 2020, GShard)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ultrascale.comm.differentiable import gather_copies, reduce_from, split
+from ultrascale.config.schema import Model
+from ultrascale.models.sizes import is_sparse
+from ultrascale.models.transformer import MLP, Block, output_std
+from ultrascale.parallel.experts.dispatch import Dispatch
+from ultrascale.parallel.experts.grouped import GroupedLinear
+from ultrascale.parallel.experts.router import Router, Routing, balance_sum, z_sum
+from ultrascale.parallel.layout import Kind, Layout, Normal, Use
+from ultrascale.parallel.module import Build, Module
+from ultrascale.parallel.passes import Pass
+from ultrascale.parallel.tensor import swiglu
+from ultrascale.precision.policy import wide
+
+Terms = dict[str, torch.Tensor]
+
+
+def expert_matrices(name: str, model: Model, shape: tuple[int, int], cut: int, std: float, build: Build) -> Layout:
+    """One matrix of every expert, [experts, out, in]: experts over their axes, features over the axes inside of one.
+
+    cut   the dim of features, 1 or 2
+    """
+    assert build.experts is not None
+    assert model.num_experts is not None
+    placement = build.experts.placement
+    return Layout(
+        name=name,
+        shape=(model.num_experts, *shape),
+        split={0: placement.expert_axes, cut: placement.tensor_axes},
+        used_in=Use.TOKENS,  # every rank sends tokens of its own
+        tie=None,
+        init=Normal(std),
+        decay=True,
+        lr_scale=1.0,
+        pad_to={},
+        kind=Kind.MATRIX,
+    )
+
+
+class Experts(Module):
+    """SwiGLU of every expert on its own rows."""
+
+    def __init__(self, build: Build, model: Model, prefix: str) -> None:
+        super().__init__(build)
+        hidden, ffn = model.hidden_size, model.moe_intermediate_size
+        assert ffn is not None
+
+        def matrices(name: str, shape: tuple[int, int], cut: int, std: float) -> GroupedLinear:
+            layout = expert_matrices(f"{prefix}.{name}.weight", model, shape, cut, std, build)
+            return GroupedLinear(build, layout)
+
+        self.gate = matrices("gate_proj", (ffn, hidden), 1, model.initializer_range)
+        self.up = matrices("up_proj", (ffn, hidden), 1, model.initializer_range)
+        self.down = matrices("down_proj", (hidden, ffn), 2, output_std(model))
+
+    def forward(self, x: torch.Tensor, counts: list[int], current: Pass) -> torch.Tensor:
+        """x [rows, hidden], the rows of each expert together → the same; a part of it where an expert is cut."""
+        gate_up = torch.cat([self.gate(x, counts, current), self.up(x, counts, current)], dim=-1)
+        if self.build.recompute == "selective" and current.sink is not None:
+            product = checkpoint(swiglu, gate_up, use_reentrant=False, preserve_rng_state=False)
+        else:
+            product = swiglu(gate_up)
+        return self.down(product, counts, current)
+
+
+class MixtureOfExperts(Module):
+    """Routed experts, and a shared one that sees every token.
+
+    It works on tokens that tp splits: under sequence parallelism they are; without it they are split here and joined
+    behind, so that no token is sent twice.
+    """
+
+    def __init__(self, build: Build, model: Model, layer: int) -> None:
+        super().__init__(build)
+        assert build.experts is not None
+        assert model.num_experts is not None
+        prefix = f"layers.{layer}.moe"
+        self.model, self.rows = model, build.experts.rows
+        router = Layout(
+            name=f"{prefix}.router.weight",
+            shape=(model.num_experts, model.hidden_size),
+            split={},
+            used_in=Use.TOKENS,
+            tie=None,
+            init=Normal(model.initializer_range),
+            decay=True,
+            lr_scale=1.0,
+            pad_to={},
+            kind=Kind.MATRIX,
+        )
+        self.router = Router(build, router, model)
+        self.experts = Experts(build, model, f"{prefix}.experts")
+        self.dispatch = Dispatch(build.experts, model.num_experts)
+        shared = model.n_shared_experts * (model.moe_intermediate_size or 0)
+        self.shared = MLP(build, model, f"{prefix}.shared_experts", shared) if shared else None
+
+    def forward(self, x: torch.Tensor, current: Pass) -> tuple[torch.Tensor, Terms]:
+        """x [seq (/ tp), batch, hidden] → the same, and what keeps the load even."""
+        build = self.build
+        whole = not build.sequence_parallel
+        own = split(x, build.tensor_group) if whole else x
+        tokens = own.flatten(0, 1)
+        routing = self.router(tokens, current)
+        route = self.dispatch.route(routing.chosen)
+        out = self.experts(self.dispatch.to_experts(tokens, route), route.counts, current)
+        choices = self.dispatch.to_tokens(out, route).unflatten(0, routing.chosen.shape)
+        mixed = (choices.to(wide(x.dtype)) * routing.weights.unsqueeze(-1)).sum(1).to(x.dtype).view(own.shape)
+        y = gather_copies(mixed, build.tensor_group) if whole else mixed
+        return (y + self.shared(x, current) if self.shared is not None else y), self._terms(routing, own)
+
+    def _terms(self, routing: Routing, own: torch.Tensor) -> Terms:
+        """Sums over this row's tokens on all tp ranks, equal on them; each backpropagates its own part."""
+        places, rows, _ = own.shape
+        terms: Terms = {}
+        if self.model.router_aux_loss_coef:
+            per_row = places * self.rows.size
+            terms["balance"] = balance_sum(routing, rows, per_row, self.rows)
+        if self.model.router_z_loss_coef:
+            terms["router_z"] = z_sum(routing)
+        return {name: reduce_from(term, self.build.tensor_group) for name, term in terms.items()}
+
+
+class MoEBlock(Block):
+    """x + attention(norm(x)), then x + experts(norm(x)); a dense layer where the config says so."""
+
+    def _feed_forward(self, build: Build, model: Model, index: int) -> nn.Module:
+        sparse = is_sparse(model, index)
+        return MixtureOfExperts(build, model, index) if sparse else super()._feed_forward(build, model, index)
+
+    def forward(self, x: torch.Tensor, current: Pass) -> Any:
+        """x [seq (/ tp), batch, hidden] → the same, with {term: sum} of its router beside it"""
+        x = x + self.attention(self.attention_norm(x, current), current)
+        mixed = self.mlp(self.mlp_norm(x, current), current)
+        if isinstance(mixed, torch.Tensor):
+            return x + mixed
+        y, terms = mixed
+        return {"hidden": x + y, **terms}

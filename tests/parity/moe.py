@@ -1,0 +1,106 @@
+"""Parity cells of mixtures of experts: how experts are cut and folded, with every other axis, alone and together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from cells import Cell
+
+SIZES = {
+    "model.head_dim": 12,
+    "model.num_experts": 8,
+    "model.num_experts_per_tok": 2,
+    "model.moe_intermediate_size": 20,
+}
+TERMS = {"model.router_aux_loss_coef": 0.1, "model.router_z_loss_coef": 0.01}
+QWEN3 = {"model.family": "qwen3_moe", **SIZES, **TERMS}
+MIXTRAL = {"model.family": "mixtral", **SIZES, **TERMS, "model.num_experts": 4}
+SHARED = {"model.n_shared_experts": 2}
+SOME = {"model.mlp_only_layers": (0, 2)}
+SIGMOID = {
+    "model.scoring_func": "sigmoid", "model.routed_scaling_factor": 2.5, "model.n_group": 4, "model.topk_group": 2,
+}  # fmt: skip
+RAW = {"model.norm_topk_prob": False, "model.num_experts_per_tok": 3}
+SP, NO_SP = {"parallel.sequence_parallel": True}, {"parallel.sequence_parallel": False}
+FULL, SELECTIVE = {"recompute.mode": "full"}, {"recompute.mode": "selective"}
+TIED = {"model.tie_word_embeddings": True}
+
+
+def folded(*axes: str, inside: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {"parallel.expert_axes": axes, "parallel.expert_tensor_axes": inside}
+
+
+def cell(model: dict[str, Any], axes: dict[str, int], *more: dict[str, Any]) -> Cell:
+    overrides: dict[str, Any] = {**model, **{f"parallel.{axis}": size for axis, size in axes.items()}}
+    if axes.get("dp", 1) * axes.get("ep", 1) > 4:
+        overrides["batch.micro_size"] = 1
+    for part in more:
+        overrides |= part
+    world = 1
+    for axis in ("dp", "tp", "cp", "pp", "ep"):
+        world *= overrides.get(f"parallel.{axis}", 1)
+    return Cell(world, overrides)
+
+
+def cover() -> list[Cell]:
+    """What `make test` runs: each way to cut experts, each choice of a router, with each of the other axes."""
+    return [
+        cell(QWEN3, {}, FULL, {"batch.micro_size": 4}),
+        cell(MIXTRAL, {"ep": 2}, SIGMOID, SHARED),
+        cell(QWEN3, {"ep": 4}, RAW, FULL),
+        cell(QWEN3, {"tp": 2}, SP, folded("ep", inside=("tp",)), SHARED, SELECTIVE),
+        cell(MIXTRAL, {"tp": 2}, NO_SP, folded("tp"), TIED),
+        cell(QWEN3, {"tp": 2, "ep": 2}, SP, folded("ep")),
+        cell(QWEN3, {"tp": 2, "ep": 2}, NO_SP, folded("ep", "tp"), SHARED, SIGMOID),
+        cell(QWEN3, {"cp": 2, "ep": 2}, folded("ep", "cp"), {"data.document_mask": True}),
+        cell(MIXTRAL, {"cp": 2, "tp": 2}, SP, folded("cp", "tp"), {"context.method": "allgather"}),
+        cell(QWEN3, {"cp": 2, "tp": 2}, NO_SP, folded("cp", inside=("tp",)), SELECTIVE, RAW),
+        cell(QWEN3, {"dp": 2, "ep": 2}, {"parallel.zero_stage": 3}, SHARED, TIED),
+        cell(QWEN3, {"dp": 2, "ep": 2}, {"parallel.zero_stage": 1}, folded("dp", "ep"), SOME),
+        cell(QWEN3, {"pp": 2, "ep": 2}, {"pipeline.schedule": "zb_v"}, SOME, {"batch.micro_size": 1}),
+        cell(QWEN3, {"pp": 2, "ep": 2}, {"pipeline.schedule": "dualpipe_v"}, FULL, {"batch.micro_size": 1}),
+        cell(QWEN3, {"pp": 2, "tp": 2, "ep": 2}, SP, {"pipeline.schedule": "1f1b"}, SIGMOID, SHARED),
+        cell(MIXTRAL, {"ep": 2}, {"optimizer.name": "muon"}),
+        cell(QWEN3, {"cp": 2}, {"context.pad": True, "batch.sequence_length": 13}),
+    ]
+
+
+def matrix() -> Iterator[Cell]:
+    """What `make prove` runs: folds × sequence parallelism × routers × recomputation, with pp, cp, dp and ZeRO."""
+    variants = [dict(QWEN3), {**QWEN3, **SHARED, **SIGMOID}, {**MIXTRAL, **RAW, **TIED, **SOME}]
+    folds: list[tuple[dict[str, int], dict[str, Any]]] = [
+        ({"ep": 2}, {}),
+        ({"ep": 4}, {}),
+        ({"tp": 2}, folded("ep", inside=("tp",))),
+        ({"tp": 2}, folded("ep")),
+        ({"tp": 2}, folded("tp")),
+        ({"cp": 2}, folded("cp")),
+        ({"ep": 2, "tp": 2}, folded("ep", inside=("tp",))),
+        ({"ep": 2, "tp": 2}, folded("ep")),
+        ({"ep": 2, "tp": 2}, folded("ep", "tp")),
+        ({"ep": 2, "cp": 2}, folded("ep", "cp")),
+        ({"ep": 2, "cp": 2}, folded("ep", inside=("cp",))),
+        ({"cp": 2, "tp": 2}, folded("cp", "tp")),
+        ({"cp": 2, "tp": 2}, folded("cp", inside=("tp",))),
+        ({"dp": 2, "ep": 2}, {}),
+        ({"dp": 2, "ep": 2}, folded("dp", "ep")),
+    ]
+    for model, (axes, fold) in product(variants, folds):
+        for sp, recompute in product((SP, NO_SP) if "tp" in axes else ({},), ({}, SELECTIVE, FULL)):
+            yield cell(model, axes, fold, sp, recompute)
+        for schedule in ("1f1b", "zb_v", "dualpipe"):
+            yield cell(model, {**axes, "pp": 2}, fold, {"pipeline.schedule": schedule, "batch.micro_size": 1})
+    for model, stage in product(variants, (1, 2, 3)):
+        zero = {"parallel.zero_stage": stage, "batch.micro_size": 1}
+        yield cell(model, {"dp": 2, "ep": 2}, zero)
+        yield cell(model, {"dp": 4, "ep": 2}, zero, {"parallel.dp_shard": 2})
+        yield cell(model, {"dp": 2, "tp": 2}, zero, folded("tp"))
+        yield cell(model, {"dp": 2, "cp": 2}, zero, folded("cp"))
+        yield cell(model, {"dp": 2, "ep": 2, "pp": 2}, zero, {"pipeline.schedule": "dualpipe_v"})
+    for model in variants:
+        for term in ("router_aux_loss_coef", "router_z_loss_coef"):
+            other = ({"router_aux_loss_coef", "router_z_loss_coef"} - {term}).pop()
+            for axes in ({"ep": 2}, {"tp": 2}, {"cp": 2}, {"ep": 2, "cp": 2}, {"ep": 2, "tp": 2}):
+                yield cell(model, axes, {f"model.{other}": 0.0})
