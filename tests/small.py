@@ -116,6 +116,7 @@ def step_batch_of(
             further_labels=(),
             samples=np.arange(start, start + size),
             documents=None if documents is None else tuple(documents[part]),
+            padding=np.zeros(size, np.int64),
         )
         made = micro_batch(assembly, arrays)
         micro_batches.append(made if labels is not None else replace(made, labels=()))

@@ -12,7 +12,7 @@ import torch
 from ultrascale.assembly import Assembly
 from ultrascale.comm import collectives
 from ultrascale.data.loader import MicroArrays
-from ultrascale.models.batch import MicroBatch, StepBatch
+from ultrascale.models.batch import MicroBatch, Padding, StepBatch
 from ultrascale.observe.memory import peak_memory
 from ultrascale.optim.optimizer import clip_coefficient
 from ultrascale.optim.schedule import learning_rate
@@ -58,11 +58,17 @@ def micro_batch(assembly: Assembly, arrays: MicroArrays) -> MicroBatch:
         index = assembly.mesh.index(assembly.rank, ["cp"])
         return torch.from_numpy(own_tokens(padded, documents, cut, index)).to(assembly.device)
 
+    real = None
+    if padding or arrays.padding.any():
+        lengths = length - arrays.padding
+        is_text = np.arange(length)[:, None] < lengths
+        real = Padding(own(is_text.astype(np.int64), 0).bool(), torch.from_numpy(lengths).to(assembly.device))
     return MicroBatch(
         inputs=own(arrays.inputs, 0),
         labels=tuple(own(labels, NO_TARGET) for labels in (arrays.labels, *arrays.further_labels)),
         positions=own(arrays.positions, 0),
         documents=documents,
+        padding=real,
     )
 
 
@@ -71,7 +77,7 @@ def with_denominators(assembly: Assembly, micro_batches: Sequence[MicroBatch]) -
     targets = sum(int((m.labels[0] != NO_TARGET).sum()) for m in micro_batches)
     first = assembly.mesh.index(assembly.rank, ["cp"]) == 0  # all cp ranks hold parts of the same rows
     rows = sum(m.inputs.shape[1] for m in micro_batches) if first else 0
-    tokens = sum(m.inputs.numel() for m in micro_batches)
+    tokens = sum(m.inputs.numel() if m.padding is None else int(m.padding.real.sum()) for m in micro_batches)
     counts = torch.tensor([targets, tokens, rows], dtype=torch.int64, device=assembly.device)
     group = assembly.groups.of(["dp", "ep", "cp"])
     with group.ledger.during("batch"):

@@ -1,7 +1,7 @@
 """A second opinion on multi-head latent attention: transformers' DeepSeek-V3, all of its layers dense.
 
-Its rotation pairs neighbouring features (rope_interleave) or halves; ours pairs halves, so the rows of weights that make
-rope parts are reordered for it, and nothing else is. Places where it narrows to float32 are widened: see
+Its rotation pairs neighbouring features (rope_interleave) or halves; ours pairs halves, so the rows of weights that
+make rope parts are reordered for it, and nothing else is. Places where it narrows to float32 are widened, as in
 test_second_opinion.py.
 """
 

@@ -45,6 +45,10 @@ ROPE = {
     "original_max_position_embeddings": 8,
 }  # fmt: skip
 COSINE = {"schedule.name": "cosine", "schedule.total_steps": 4}
+LATENT = {
+    "model.family": "deepseek_v3", "model.num_key_value_heads": None, "model.q_lora_rank": 6, "model.kv_lora_rank": 8,
+    "model.qk_nope_head_dim": 4, "model.qk_rope_head_dim": 4, "model.v_head_dim": 4,
+}  # fmt: skip
 TP, PP, DP, CP = {"parallel.tp": 2}, {"parallel.pp": 2}, {"parallel.dp": 2}, {"parallel.cp": 2}
 
 EFFECTIVE = {
@@ -58,6 +62,11 @@ EFFECTIVE = {
     "model.num_attention_heads": Changed(2),
     "model.num_key_value_heads": Changed(4),
     "model.head_dim": Changed(8),
+    "model.q_lora_rank": Changed(None, 1, LATENT),
+    "model.kv_lora_rank": Changed(6, 1, LATENT),
+    "model.qk_nope_head_dim": Changed(6, 1, LATENT),
+    "model.qk_rope_head_dim": Changed(6, 1, LATENT),
+    "model.v_head_dim": Changed(6, 1, LATENT),
     "model.intermediate_size": Changed(32),
     "model.vocab_size": Changed(140),
     "model.tie_word_embeddings": Changed(False),

@@ -160,7 +160,7 @@ class Model(Section):
     norm_topk_prob: bool = True
     """Make the weights of a token's experts add up to 1."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """How a router's logits become scores: over all experts together (Mixtral, Qwen3), or each by itself (DeepSeek-V3)."""
+    """How a router's logits become scores: over all experts together (Mixtral, Qwen3), or each alone (DeepSeek-V3)."""
     routed_scaling_factor: Annotated[float, Field(gt=0)] = 1.0
     """What the weights of a token's experts are multiplied with (2.5 in DeepSeek-V3)."""
     n_group: Positive = 1

@@ -45,7 +45,7 @@ class Bins:
             filled += count
         if filled < len(tokens):
             begins.append(filled)
-        return Sample(tokens, np.arange(len(tokens)) < filled, np.array(begins, np.int64))
+        return Sample(tokens, np.arange(len(tokens)) < filled, np.array(begins, np.int64), filled)
 
     def _follow(self, end: int) -> int:
         """How many of the `lookahead` tokens from `end` on belong to the document of the token before."""

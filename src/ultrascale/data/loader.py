@@ -59,6 +59,7 @@ class MicroArrays:
     samples         [micro]       sample numbers of the run
     documents       for each column, the tokens at which its documents begin: 0 first, ascending, all below seq. None
                     unless data.document_mask
+    padding         [micro]       tokens at a sequence's end that only fill it up
     """
 
     inputs: Ints
@@ -67,6 +68,7 @@ class MicroArrays:
     further_labels: tuple[Ints, ...]
     samples: Ints
     documents: tuple[tuple[int, ...], ...] | None
+    padding: Ints
 
 
 class Data:
@@ -187,7 +189,16 @@ class Data:
                 positions[:, column] = positions_within(sample.starts, length)
             bounds.append(tuple(sample.starts[sample.starts < length].tolist()))
         documents = tuple(bounds) if self._document_mask else None
-        return MicroArrays(tokens[:length].copy(), depths[0], positions, tuple(depths[1:]), numbers.copy(), documents)
+        filled = [length if sample.filled is None else min(length, sample.filled) for sample in samples]
+        return MicroArrays(
+            inputs=tokens[:length].copy(),
+            labels=depths[0],
+            positions=positions,
+            further_labels=tuple(depths[1:]),
+            samples=numbers.copy(),
+            documents=documents,
+            padding=length - np.array(filled, np.int64),
+        )
 
     def _open_side(self, config: Any, setting: Any, side: str) -> Stream:
         entries = entries_of(setting)

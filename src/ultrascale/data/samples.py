@@ -31,11 +31,13 @@ class Sample:
     live    bool, same shape: whether a token may be a target; None means all of them
     starts  int64 [documents], ascending from 0: where documents begin among the tokens, those of the lookahead too.
             None when the sequence counts as one
+    filled  tokens of text; what follows them only fills the sequence up. None means all of them
     """
 
     tokens: Ints
     live: NDArray[np.bool_] | None = None
     starts: Ints | None = None
+    filled: int | None = None
 
 
 class Source(Protocol):
@@ -100,7 +102,7 @@ class Chunks:
             return Sample(tokens, starts=starts)
         padded = np.full(width, PADDING, np.int64)
         padded[:there] = tokens
-        return Sample(padded, np.arange(width) < there, starts)
+        return Sample(padded, np.arange(width) < there, starts, there)
 
 
 def refuse_out_of_range(dataset: IndexedDataset, start: int, tokens: Ints, vocab_size: int) -> None:

@@ -69,7 +69,7 @@ def group_plan(
 
 
 def _of_experts(mesh: Mesh, experts: tuple[str, ...]) -> list[GroupSpec]:
-    """Tokens on their way to experts, tokens of the same rows, and the replicas of an expert as of a dense parameter."""
+    """For tokens on their way to experts, for tokens of the same rows, and for the replicas of an expert."""
 
     def left(axes: list[str]) -> GroupSpec:
         return GroupSpec(tuple(leaf for leaf in mesh.expand(axes) if leaf not in experts))

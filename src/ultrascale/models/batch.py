@@ -9,6 +9,16 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """Which tokens only fill a sequence up: no experts see them, and no mean counts them."""
+
+    real: torch.Tensor
+    """bool [seq, batch]: whether a token here is text."""
+    lengths: torch.Tensor
+    """int64 [batch]: tokens of text of each whole row."""
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Tokens of one micro-batch, in the form [seq, batch] of every tensor between layers: a cp rank's own share."""
 
@@ -20,6 +30,8 @@ class MicroBatch:
     """int64 [seq, batch]: position of each token in its sequence (or document)."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """For each row where its documents begin in the whole sequence, whatever of it is here; None: one document."""
+    padding: Padding | None = None
+    """None: all tokens are text."""
 
 
 @dataclass(frozen=True, slots=True)

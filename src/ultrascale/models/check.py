@@ -26,10 +26,9 @@ def check(config: Config) -> list[Problem]:
     """Problems of the keys `model.*`. Takes a resolved config."""
     model = config.model
     problems = _family(model.family)
-    if model.family in FAMILIES:
-        if model.options:
-            message = f"model.options has no effect under model.family={model.family}; leave it out"
-            problems.append(Problem("model.options", message, kind="idle"))
+    if model.family in FAMILIES and model.options:
+        message = f"model.options has no effect under model.family={model.family}; leave it out"
+        problems.append(Problem("model.options", message, kind="idle"))
     problems += check_experts.check(config)
     problems += _latent_attention(model)
     key, turned = _turned(model)

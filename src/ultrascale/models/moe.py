@@ -14,7 +14,7 @@ from ultrascale.models.sizes import is_sparse
 from ultrascale.models.transformer import MLP, Block, output_std
 from ultrascale.parallel.experts.dispatch import Dispatch
 from ultrascale.parallel.experts.grouped import GroupedLinear
-from ultrascale.parallel.experts.router import Router, Routing, balance_sum, z_sum
+from ultrascale.parallel.experts.router import Router, Routing, balance_sum, without_padding, z_sum
 from ultrascale.parallel.layout import Kind, Layout, Normal, Use
 from ultrascale.parallel.module import Build, Module
 from ultrascale.parallel.passes import Pass
@@ -110,19 +110,22 @@ class MixtureOfExperts(Module):
         own = split(x, build.tensor_group) if whole else x
         tokens = own.flatten(0, 1)
         routing = self.router(tokens, current)
+        if current.real is not None:
+            piece = current.real.narrow(0, build.tensor_group.index * own.shape[0], own.shape[0])
+            routing = without_padding(routing, piece.flatten())
         route = self.dispatch.route(routing.chosen)
         out = self.experts(self.dispatch.to_experts(tokens, route), route.counts, current)
         choices = self.dispatch.to_tokens(out, route).unflatten(0, routing.chosen.shape)
         mixed = (choices.to(wide(x.dtype)) * routing.weights.unsqueeze(-1)).sum(1).to(x.dtype).view(own.shape)
         y = gather_copies(mixed, build.tensor_group) if whole else mixed
-        return (y + self.shared(x, current) if self.shared is not None else y), self._terms(routing, own)
+        return (y + self.shared(x, current) if self.shared is not None else y), self._terms(routing, own, current)
 
-    def _terms(self, routing: Routing, own: torch.Tensor) -> Terms:
+    def _terms(self, routing: Routing, own: torch.Tensor, current: Pass) -> Terms:
         """Sums over this row's tokens on all tp ranks, equal on them; each backpropagates its own part."""
         places, rows, _ = own.shape
         terms: Terms = {}
         if self.model.router_aux_loss_coef:
-            per_row = places * self.rows.size
+            per_row = places * self.rows.size if current.lengths is None else current.lengths
             terms["balance"] = balance_sum(routing, rows, per_row, self.rows)
         if self.model.router_z_loss_coef:
             terms["router_z"] = z_sum(routing)

@@ -312,6 +312,8 @@ class Stage(Module):
         if len(self.blocks) and current.rotation is None:
             current.rotation = rotation(batch.positions, self.frequency, wide(x.dtype))
             current.documents = batch.documents
+            if batch.padding is not None:
+                current.real, current.lengths = batch.padding.real, batch.padding.lengths
         terms: dict[str, torch.Tensor] = {}
         for name, block in zip(self.names, self.blocks, strict=True):
             out = run_unit(name, block, current, x, recompute=self.build.recompute == "full")

@@ -95,6 +95,10 @@ class Pass:
     """cos and sin [seq, batch, 1, head_dim / 2] of this micro-batch's positions, made once per pass."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Where the documents of each row begin; None: attention goes over whole rows."""
+    real: torch.Tensor | None = None
+    """bool [seq, batch]: whether a token is text; None: all are."""
+    lengths: torch.Tensor | None = None
+    """int64 [batch], with `real`: tokens of text of each whole row."""
 
     def visit(self, unit: str, backward: bool) -> Visit:
         """This pass in one unit."""

@@ -1,8 +1,8 @@
 """Which experts a token goes to, and how much each of them counts.
 
 Scores are max(float32, dtype). Every rank sees tokens of its own, so the weight's gradient comes in parts over all axes
-that divide tokens, tp included. Terms that keep the load even are sums over this rank's tokens, of counts that are known
-over the whole row: dividing them is the objective's business.
+that divide tokens, tp included. Terms that keep the load even are sums over this rank's tokens, with counts that are
+known over the whole row: dividing them is the objective's business.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from ultrascale.parallel.layout import Layout
 from ultrascale.parallel.module import Build, Module
 from ultrascale.parallel.passes import Pass
 from ultrascale.precision.policy import wide
+
+
+NONE = -1
+"""A choice of no expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,27 +115,39 @@ class Router(Module):
         return grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-def balance_sum(routing: Routing, rows: int, per_row: int, row_group: Group) -> torch.Tensor:
+def without_padding(routing: Routing, real: torch.Tensor) -> Routing:
+    """The same where tokens that are no text (real [tokens] false) choose nothing and count for nothing."""
+    kept = real.unsqueeze(1)
+    return Routing(
+        logits=routing.logits,
+        shares=routing.shares * kept,
+        chosen=routing.chosen.masked_fill(~kept, NONE),
+        weights=routing.weights,
+    )
+
+
+def balance_sum(routing: Routing, rows: int, per_row: torch.Tensor | int, row_group: Group) -> torch.Tensor:
     """Σ over rows of experts / (k · T²) · Σ_i count_i · Σ_t share_i(t), this rank's tokens' part of it, a scalar.
 
     1 for each row whose tokens go to all experts alike; more the less even (Switch, Fedus et al. 2021, eq. 4, per
     sequence as DeepSeek-V3 2024, eq. 17). Counts are those of the whole row, so the sum over ranks hangs on no layout.
 
     rows        sequences in the micro-batch; tokens lie as [places, rows]
-    per_row     T, tokens of a whole row
+    per_row     T, tokens of a whole row; int64 [rows] where rows differ
     row_group   the ranks that hold the other tokens of these rows
     """
     experts, k = routing.shares.shape[1], routing.chosen.shape[1]
     with torch.no_grad():
         row = torch.arange(routing.chosen.shape[0], device=routing.chosen.device) % rows
-        places = (row.unsqueeze(1) * experts + routing.chosen).flatten()
+        places = (row.unsqueeze(1) * experts + routing.chosen)[routing.chosen != NONE]
         counts = places.bincount(minlength=rows * experts)
         with row_group.ledger.during("router"):
             counts = collectives.all_reduce(counts, row_group).wait().view(rows, experts)
     shares = routing.shares.unflatten(0, (-1, rows)).sum(0)
-    return (shares * counts).sum() * (experts / (k * per_row**2))
+    return ((shares * counts).sum(1) * experts / (k * per_row**2)).sum()
 
 
 def z_sum(routing: Routing) -> torch.Tensor:
     """Σ over this rank's tokens of logsumexp(logits)², a scalar: keeps logits small (Zoph et al. 2022, eq. 5)."""
-    return routing.logits.logsumexp(-1).square().sum()
+    squares = routing.logits.logsumexp(-1).square()
+    return squares.masked_fill(routing.chosen[:, 0] == NONE, 0.0).sum()
