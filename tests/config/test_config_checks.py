@@ -11,6 +11,10 @@ from ultrascale.config import collect
 from ultrascale.config.load import load
 from ultrascale.config.resolve import resolve, smallest_world
 
+EXPERTS = (
+    "model.family=qwen3_moe", "model.num_experts=8", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32",
+)  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("overrides", "world", "sentence"),
@@ -80,12 +84,41 @@ from ultrascale.config.resolve import resolve, smallest_world
         ),
         (["context.ulysses_size=2"], 1, "context.ulysses_size=2 has no effect under context.method=ring; leave it out"),
         (["model.layer_types=[full_attention]"], 1, "model.layer_types has 1 entries, and model.num_hidden_layers="),
-        (["parallel.ep=2"], 2, "parallel.ep=2: expert parallelism is not in this version; use 1"),
+        (["parallel.ep=2"], 2, "parallel.ep has no effect under model.family=llama, which has no experts; leave it"),
+        (
+            ["model.family=mixtral", "model.num_experts=4", "model.num_experts_per_tok=2"],
+            1,
+            "model.moe_intermediate_size is missing: model.family=mixtral has experts; set it",
+        ),
+        ([*EXPERTS, "model.n_group=3"], 1, "model.n_group=3 does not divide num_experts=8; use 1, 2, 4 or 8"),
+        ([*EXPERTS, "model.topk_group=2"], 1, "model.topk_group=2 is more than model.n_group=1; use at most 1"),
+        (
+            [*EXPERTS, "model.n_group=8", "model.topk_group=1"],
+            1,
+            "model.num_experts_per_tok=2 is more than the 1 experts that a token may choose from; use at most 1",
+        ),
+        (
+            [*EXPERTS, "parallel.ep=3", "batch.global_size=12", "batch.micro_size=1"],
+            3,
+            "parallel.expert_axes=[ep] are 3 ranks, which do not divide model.num_experts=8; use axes of 1, 2, 4 or 8",
+        ),
+        ([*EXPERTS, "parallel.expert_axes=[pp]"], 1, "parallel.expert_axes=[pp]: the layers of a stage are whole"),
+        (
+            [*EXPERTS, "parallel.expert_axes=[ep,tp]", "parallel.expert_tensor_axes=[tp]"],
+            1,
+            "parallel.expert_tensor_axes names tp, over which parallel.expert_axes cuts already; leave it out",
+        ),
+        (
+            [*EXPERTS, "parallel.ep=2", "parallel.expert_axes=[tp]"],
+            2,
+            "parallel.ep=2 cuts no experts when parallel.expert_axes leaves ep out; use parallel.dp",
+        ),
+        (["model.num_experts=4"], 1, "model.num_experts has no effect under model.family=llama, which has no experts"),
         (["precision.compute=fp8"], 1, "precision.compute=fp8 is not in this version; use bfloat16"),
         (["precision.compute=float16"], 1, "precision.compute=float16 is not in this version; use bfloat16"),
         (["checkpoint.asynchronous=true", "checkpoint.every=0"], 1, "checkpoint.asynchronous has no effect under"),
         (["model.family=lama"], 1, "model.family=lama is not a family of this version; did you mean llama?"),
-        (["model.family=gpt"], 1, "model.family=gpt is not a family of this version; use llama, or package.module:F"),
+        (["model.family=gpt"], 1, "model.family=gpt is not a family of this version; use llama, mixtral, qwen3"),
         (["model.family=no_such_package.m:F"], 1, "Python finds no package no_such_package; install it, or add it"),
         (["schedule.name=cosine", "schedule.total_steps=null"], 1, "schedule.total_steps is missing: schedule.name="),
         (["schedule.name=linear", "schedule.warmup_steps=1000"], 1, "schedule.warmup_steps=1000 is not below schedule"),

@@ -14,7 +14,12 @@ from ultrascale.mesh.factorise import Factorisation, fitting
 
 def config(heads: int = 8, kv: int = 4, layers: int = 4, batch: int = 64, **sizes: int | None) -> Any:
     parallel = {"dp": None, "tp": 1, "cp": 1, "pp": 1, "ep": 1, **sizes}
-    model = {"num_attention_heads": heads, "num_key_value_heads": kv, "num_hidden_layers": layers}
+    model = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "num_hidden_layers": layers,
+        "num_experts": None,
+    }
     return SimpleNamespace(
         parallel=SimpleNamespace(**parallel),
         model=SimpleNamespace(**model),

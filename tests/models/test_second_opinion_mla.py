@@ -38,7 +38,7 @@ SIZE = {
     "model.rms_norm_eps": 1e-3,  # not that of the latents
     "batch.sequence_length": 24,
 }
-YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "as V3": {"model.q_lora_rank": 12, "model.rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
     "as V2-Lite, tied": {"model.tie_word_embeddings": True, "model.rope_scaling": YARN},

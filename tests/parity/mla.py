@@ -74,12 +74,12 @@ def matrix() -> Iterator[Cell]:
     small = [form for form in forms if form.get("parallel.tp", 1) <= 2]
     for form, recompute, latent in product(forms, ({}, SELECTIVE, FULL), ({}, STRAIGHT, WIDE_VALUES)):
         yield cell(form, recompute, latent)
-    for form, recompute, latent in product(small, ({}, SELECTIVE, FULL), ({}, STRAIGHT)):
+    for form, recompute in product(small, ({}, SELECTIVE, FULL)):
         for schedule in ("1f1b", "zb_h1", "zb_v", "dualpipe_v"):
-            yield cell(form, recompute, latent, pp(schedule), context.TIED)
+            yield cell(form, recompute, pp(schedule), context.TIED)
         for method, (_, mask) in product(METHODS, context.MASKS.items()):
-            yield cell(form, recompute, latent, cp(method), mask)
+            yield cell(form, recompute, cp(method), mask)
         for stage in (1, 2, 3):
-            yield cell(form, recompute, latent, {**ZERO3, "parallel.zero_stage": stage})
+            yield cell(form, recompute, {**ZERO3, "parallel.zero_stage": stage})
     for method in METHODS:
         yield cell(cp(method), tp(2, SP), pp("zb_v"), SELECTIVE)

@@ -84,9 +84,9 @@ def open_folder(path: Path, compare_copies: bool = True) -> HuggingFaceFolder:
     """
     config, mapping, model = read_config(path)
     tensors = _tensors(path)
-    logical = mappings.logical_parameters(mapping, model)
+    logical = mappings.logical_parameters(mapping, model, tensors)
     copies = {theirs: ours for theirs, ours in mappings.copies(mapping, model).items() if theirs in tensors}
-    refuse(_mismatches(path, mapping, logical, copies, tensors))
+    refuse(dict.fromkeys(_mismatches(path, mapping, logical, copies, tensors)))
     stored = {name: _stored(path, one, tensors) for name, one in logical.items()}
     if compare_copies:
         for theirs, ours in copies.items():
@@ -172,7 +172,8 @@ def _stored(path: Path, logical: Logical, tensors: Mapping[str, tuple[Path, Kept
     places = []
     for part in logical.parts:
         file, kept = tensors[part.theirs]
-        places.append(Place(file, part.theirs, kept.start, part.offset, part.shape, None))
+        start = kept.start + part.start * width(kept.dtype)
+        places.append(Place(file, part.theirs, start, part.offset, part.shape, None))
     return StoredTensor(logical.shape, tensors[logical.parts[0].theirs][1].dtype, tuple(places))
 
 

@@ -35,8 +35,10 @@ def _idle(config: Config) -> list[Problem]:
     keys += ["parallel.expert_axes", "parallel.expert_tensor_axes"]
     if config.parallel.ep > 1:
         keys.append("parallel.ep")
+    family = config.model.family
+    why = "while model.num_experts is not set" if family in WITH_EXPERTS else "which has no experts"
     return [
-        Problem(key, f"{key} has no effect on a {config.model.family} without experts; leave it out", kind="idle")
+        Problem(key, f"{key} has no effect under model.family={family}, {why}; leave it out", kind="idle")
         for key in keys
     ]
 

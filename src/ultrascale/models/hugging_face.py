@@ -6,13 +6,14 @@ all. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from ultrascale.config.schema import Model, RopeScaling
+from ultrascale.models.sizes import is_sparse
 
 Dims = tuple[int, ...]
 
@@ -22,19 +23,44 @@ class HuggingFaceError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """Where transformers holds a parameter, if not as folders do: so it lies in those that were saved as held.
+
+    number, of   the tensor has `of` matrices of each expert, one below the other; this is which of them
+    """
+
+    theirs: str
+    number: int = 0
+    of: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """One logical parameter, or one of each layer.
 
     name     ours; `{layer}` stands for the layer's number
-    theirs   Hugging Face's
+    theirs   Hugging Face's; with `{expert}` a tensor for each place along our first dim
     shape    sizes by their names in `sizes`
     tied_to  ours that it is the same as under model.tie_word_embeddings: then it is not stored twice
+    sparse   whether layers with experts have it, or those without; None: all
+    loaded   a second place where it may lie
     """
 
     name: str
     theirs: str
     shape: tuple[str, ...]
     tied_to: str | None = None
+    sparse: bool | None = None
+    loaded: Loaded | None = None
+
+    def of_layer(self, number: int) -> Parameter:
+        """With the layer's number filled in."""
+
+        def filled(name: str) -> str:
+            return name.replace("{layer}", str(number))
+
+        loaded = self.loaded and replace(self.loaded, theirs=filled(self.loaded.theirs))
+        return replace(self, name=filled(self.name), theirs=filled(self.theirs), loaded=loaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +68,17 @@ class Field:
     """A field of config.json that is a key of the model section.
 
     default   what transformers takes when it is left out; REQUIRED: it must be there
+    also      another name that it may have there
     """
 
     ours: str
     theirs: str
     default: Any
+    also: str | None = None
+
+    def name_in(self, config: Mapping[str, Any]) -> str:
+        """Of its two names that which a config.json has."""
+        return self.also if self.also and self.also in config and self.theirs not in config else self.theirs
 
 
 REQUIRED = object()
@@ -71,6 +103,7 @@ class FamilyMapping:
     """A family in Hugging Face's words.
 
     window     None: there is none in this architecture
+    theta      base of the rotary frequencies that transformers takes when it is left out
     fixed      fields that have one value in this family, which is also what leaving them out means
     not_read   last parts of tensor names that are no parameters: buffers of old exports
     """
@@ -81,22 +114,25 @@ class FamilyMapping:
     fields: Sequence[Field]
     parameters: Sequence[Parameter]
     window: Window | None = None
+    theta: float = 10000.0
     fixed: Mapping[str, Any] = field(default_factory=dict)
     not_read: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A Hugging Face tensor as a box of a logical one.
+    """A Hugging Face tensor, or a run of its elements, as a box of a logical one.
 
     shape   of the box
-    form    of the tensor there: the same number of elements in the same order
+    form    of the tensor there
+    start   which element of it is the first of the box; the others follow it in the box's order
     """
 
     theirs: str
     offset: Dims
     shape: Dims
     form: Dims
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +154,46 @@ def sizes(model: Model) -> dict[str, int]:
         "keys": model.num_key_value_heads * model.head_dim,
         "head": model.head_dim,
         "features": model.intermediate_size,
+        "experts": model.num_experts or 0,
+        "expert features": model.moe_intermediate_size or 0,
     }
 
 
-def logical_parameters(mapping: FamilyMapping, model: Model) -> dict[str, Logical]:
-    """Every logical parameter of a resolved model, in the model's order."""
+def logical_parameters(mapping: FamilyMapping, model: Model, there: Collection[str] = ()) -> dict[str, Logical]:
+    """Every logical parameter of a resolved model, in the model's order.
+
+    there   names of tensors in a folder: which of a parameter's two places it is in; without them the first
+    """
     known = sizes(model)
     found = {}
     for parameter in _of_model(mapping, model):
         if parameter.tied_to and model.tie_word_embeddings:
             continue
         shape = tuple(known[size] for size in parameter.shape)
-        found[parameter.name] = Logical(shape, (Part(parameter.theirs, (0,) * len(shape), shape, shape),))
+        found[parameter.name] = Logical(shape, _parts(parameter, shape, there))
     return found
+
+
+def _parts(parameter: Parameter, shape: Dims, there: Collection[str]) -> tuple[Part, ...]:
+    """Expert by expert, or whole."""
+    loaded, theirs = parameter.loaded, parameter.theirs
+    if loaded is not None and loaded.theirs in there:
+        if loaded.of > 1:
+            experts, rows, columns = shape
+            whole = (experts, loaded.of * rows, columns)
+            starts = [(expert * loaded.of + loaded.number) * rows * columns for expert in range(experts)]
+            return tuple(
+                Part(loaded.theirs, (expert, 0, 0), (1, rows, columns), whole, start)
+                for expert, start in enumerate(starts)
+            )
+        theirs = loaded.theirs
+    if "{expert}" not in theirs:
+        return (Part(theirs, (0,) * len(shape), shape, shape),)
+    form = shape[1:]
+    return tuple(
+        Part(theirs.replace("{expert}", str(expert)), (expert, *(0 for _ in form)), (1, *form), form)
+        for expert in range(shape[0])
+    )
 
 
 def copies(mapping: FamilyMapping, model: Model) -> dict[str, str]:
@@ -148,10 +211,8 @@ def _of_model(mapping: FamilyMapping, model: Model) -> list[Parameter]:
             found.append(parameter)
         elif parameter is layers[0]:
             for number in range(model.num_hidden_layers):
-                found += (
-                    Parameter(p.name.format(layer=number), p.theirs.format(layer=number), p.shape, p.tied_to)
-                    for p in layers
-                )
+                sparse = is_sparse(model, number)
+                found += (p.of_layer(number) for p in layers if p.sparse in (None, sparse))
     return found
 
 
@@ -171,12 +232,12 @@ def model_of(mapping: FamilyMapping, config: Mapping[str, Any]) -> Model:
     ]
     values: dict[str, Any] = {"family": mapping.family}
     for one in mapping.fields:
-        value = config.get(one.theirs, one.default)
+        value = config.get(one.name_in(config), one.default)
         if value is REQUIRED:
             problems.append(f"{one.theirs} is missing")
         else:
             values[one.ours] = value
-    values |= _rope(config, problems)
+    values |= _rope(mapping.theta, config, problems)
     values |= _window(mapping.window, config, problems)
     if not problems:
         try:
@@ -186,7 +247,7 @@ def model_of(mapping: FamilyMapping, config: Mapping[str, Any]) -> Model:
                 problems.append(f"{'.'.join(map(str, detail['loc']))}={detail['input']!r}: {detail['msg']}")
         except ValueError as error:
             problems.append(str(error))
-    raise HuggingFaceError("config.json: " + "; ".join(problems))
+    raise HuggingFaceError("config.json: " + "; ".join(dict.fromkeys(problems)))
 
 
 def _resolved(model: Model) -> Model:
@@ -204,10 +265,12 @@ _SCALINGS = [kind.model_fields["rope_type"].annotation.__args__[0] for kind in g
 _BESIDE_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
-def _rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def _rope(default: float, config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """rope_theta and rope_scaling, in the words of transformers 5 (rope_parameters) or of those before it."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    if by_layer := [key for key, value in given.items() if isinstance(value, Mapping)]:
+        problems.append(f"rope_parameters differ between {' and '.join(by_layer)}: here all layers have the same")
+    theta = given.get("rope_theta", config.get("rope_theta", default))
     kind = given.get("rope_type", given.get("type", "default"))
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -280,7 +343,7 @@ def config_json(
     """
     config = dict(base or {})
     config |= {"architectures": [mapping.architecture], "model_type": mapping.model_type}
-    config |= {one.theirs: getattr(model, one.ours) for one in mapping.fields}
+    config |= {one.name_in(config): getattr(model, one.ours) for one in mapping.fields}
     config |= {key: value for key, value in mapping.fixed.items() if value is not None}
     config |= _window_fields(mapping.window, model)
     scaling = None if model.rope_scaling is None else model.rope_scaling.model_dump(exclude_none=True)
@@ -301,6 +364,8 @@ NOT_OF_THE_WEIGHTS = (
     "depth_scaled_init",
     "label_smoothing",
     "z_loss_coefficient",
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
     "options",
 )
 """Keys of the model section that say nothing of what weights do: they may differ from those of a folder."""

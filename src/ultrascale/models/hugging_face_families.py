@@ -8,7 +8,16 @@ from typing import Any
 
 from ultrascale.config.problem import choices
 from ultrascale.config.schema import Model
-from ultrascale.models.hugging_face import REQUIRED, FamilyMapping, Field, HuggingFaceError, Parameter, Window, unsaid
+from ultrascale.models.hugging_face import (
+    REQUIRED,
+    FamilyMapping,
+    Field,
+    HuggingFaceError,
+    Loaded,
+    Parameter,
+    Window,
+    unsaid,
+)
 
 # What transformers fills in differs between architectures; real folders say all of it.
 _LLAMA_DEFAULTS = {
@@ -23,16 +32,20 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedia
 _FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 
 
+_EXPERTS, _EXPERTS_BACK = ("experts", "expert features", "hidden"), ("experts", "hidden", "expert features")
+
+
 def _fields(**defaults: Any) -> tuple[Field, ...]:
     """Fields that have the same name on both sides, with what an architecture fills in otherwise than Llama."""
     sizes = tuple(Field(name, name, REQUIRED) for name in _SIZES)
     return sizes + tuple(Field(name, name, value) for name, value in {**_LLAMA_DEFAULTS, **defaults}.items())
 
 
-def _parameters(*more: tuple[str, str, tuple[str, ...]]) -> tuple[Parameter, ...]:
+def _parameters(*more: tuple[str, str, tuple[str, ...]], mixture: tuple[Parameter, ...] = ()) -> tuple[Parameter, ...]:
     """A decoder's parameters.
 
-    more   (ours, theirs, shape) of what layers have beside Llama's
+    more     (ours, theirs, shape) of what layers have beside Llama's
+    mixture  what sparse layers have in place of gate, up and down
     q and k need no permutation: both sides rotate the two halves of a head (kernels/reference.py, rotate).
     """
     of_layers = (
@@ -43,6 +56,8 @@ def _parameters(*more: tuple[str, str, tuple[str, ...]]) -> tuple[Parameter, ...
         ("attention.o_proj", "self_attn.o_proj", ("hidden", "queries")),
         *more,
         ("mlp_norm", "post_attention_layernorm", ("hidden",)),
+    )
+    dense = (
         ("mlp.gate_proj", "mlp.gate_proj", ("features", "hidden")),
         ("mlp.up_proj", "mlp.up_proj", ("features", "hidden")),
         ("mlp.down_proj", "mlp.down_proj", ("hidden", "features")),
@@ -50,13 +65,48 @@ def _parameters(*more: tuple[str, str, tuple[str, ...]]) -> tuple[Parameter, ...
     return (
         Parameter("embed_tokens.weight", "model.embed_tokens.weight", ("vocabulary", "hidden")),
         *(
-            Parameter(f"layers.{{layer}}.{ours}.weight", f"model.layers.{{layer}}.{theirs}.weight", shape)
-            for ours, theirs, shape in of_layers
+            Parameter(
+                f"layers.{{layer}}.{ours}.weight", f"model.layers.{{layer}}.{theirs}.weight", shape, sparse=sparse
+            )
+            for names, sparse in ((of_layers, None), (dense, False))
+            for ours, theirs, shape in names
         ),
+        *mixture,
         Parameter("norm.weight", "model.norm.weight", ("hidden",)),
         Parameter("lm_head.weight", "lm_head.weight", ("vocabulary", "hidden"), tied_to="embed_tokens.weight"),
     )
 
+
+def _mixture(block: str, gate: str, up: str, down: str) -> tuple[Parameter, ...]:
+    """Router and experts, by the names that folders have for the block and, in it, an expert's three matrices.
+
+    transformers holds all experts of a layer in two tensors, gate above up.
+    """
+    layer = "model.layers.{layer}"
+    held = f"{layer}.mlp.experts"
+
+    def expert(ours: str, theirs: str, shape: tuple[str, ...], loaded: Loaded) -> Parameter:
+        name = f"{layer}.{block}.experts.{{expert}}.{theirs}.weight"
+        return Parameter(f"layers.{{layer}}.moe.experts.{ours}.weight", name, shape, sparse=True, loaded=loaded)
+
+    return (
+        Parameter(
+            "layers.{layer}.moe.router.weight",
+            f"{layer}.{block}.gate.weight",
+            ("experts", "hidden"),
+            sparse=True,
+            loaded=Loaded(f"{layer}.mlp.gate.weight"),
+        ),
+        expert("gate_proj", gate, _EXPERTS, Loaded(f"{held}.gate_up_proj", 0, 2)),
+        expert("up_proj", up, _EXPERTS, Loaded(f"{held}.gate_up_proj", 1, 2)),
+        expert("down_proj", down, _EXPERTS_BACK, Loaded(f"{held}.down_proj")),
+    )
+
+
+_HEAD_NORMS = (
+    ("attention.q_norm", "self_attn.q_norm", ("head",)),
+    ("attention.k_norm", "self_attn.k_norm", ("head",)),
+)
 
 LLAMA = FamilyMapping(
     family="llama",
@@ -84,14 +134,56 @@ QWEN3 = FamilyMapping(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     fields=_fields(num_key_value_heads=32, head_dim=128, max_position_embeddings=32768),
-    parameters=_parameters(
-        ("attention.q_norm", "self_attn.q_norm", ("head",)), ("attention.k_norm", "self_attn.k_norm", ("head",))
-    ),
+    parameters=_parameters(*_HEAD_NORMS),
     window=Window(default=4096, switched=True, by_layer=True),
     fixed={**_FIXED, "attention_bias": False},
 )
 
-MAPPINGS = (LLAMA, MISTRAL, QWEN3)
+# Its one width is that of experts: no layer is dense.
+MIXTRAL = FamilyMapping(
+    family="mixtral",
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    fields=(
+        *_fields(
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.001,
+        ),
+        Field("num_experts", "num_local_experts", 8),
+        Field("moe_intermediate_size", "intermediate_size", REQUIRED),
+    ),
+    parameters=_parameters(mixture=_mixture("block_sparse_moe", "w1", "w3", "w2")),
+    window=Window(default=None, switched=False, by_layer=False),
+    theta=1e6,
+    fixed={**_FIXED, "router_jitter_noise": 0.0},
+)
+
+QWEN3_MOE = FamilyMapping(
+    family="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    fields=(
+        *_fields(
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=False,
+            decoder_sparse_step=1,
+            mlp_only_layers=(),
+            router_aux_loss_coef=0.001,
+        ),
+        Field("num_experts", "num_experts", 128, also="num_local_experts"),
+    ),
+    parameters=_parameters(*_HEAD_NORMS, mixture=_mixture("mlp", "gate_proj", "up_proj", "down_proj")),
+    window=Window(default=4096, switched=True, by_layer=False),
+    fixed={**_FIXED, "attention_bias": False},
+)
+
+MAPPINGS = (LLAMA, MISTRAL, QWEN3, MIXTRAL, QWEN3_MOE)
 """Of several for one family, the first that has a word for everything is written."""
 
 
