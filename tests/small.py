@@ -24,6 +24,8 @@ from ultrascale.parallel.buckets import Bucket, Span
 from ultrascale.parallel.context.attention import ContextAttention
 from ultrascale.parallel.context.split import Documents
 from ultrascale.parallel.cross_entropy import NO_TARGET
+from ultrascale.parallel.experts.dispatch import ExpertGroups
+from ultrascale.parallel.experts.placement import Placement
 from ultrascale.parallel.module import Build
 from ultrascale.parallel.store import Store
 from ultrascale.precision.policy import Policy
@@ -74,15 +76,24 @@ def assembled(config: Config, context: Context | None = None) -> Assembly:
 def by_hand(config: Config, rank: int) -> Build:
     """What layers of one rank of a larger mesh are built with, in this process: its groups cannot be used."""
     mesh = Mesh.of(config)
-    ranks = mesh.members(rank, ["tp"])
+
+    def group(axes: Sequence[str]) -> Group:
+        ranks = mesh.members(rank, axes)
+        return Group(mesh.label(axes), ranks, ranks.index(rank), None, Ledger())
+
+    placement = Placement.of(config, mesh)
+    experts = ExpertGroups(
+        placement, placement.holders(mesh, rank), group(placement.group_axes(mesh)), group(["cp", "tp"])
+    )
     return Build(
         mesh=mesh,
         rank=rank,
-        tensor_group=Group(mesh.label(["tp"]), ranks, ranks.index(rank), None, Ledger()),
+        tensor_group=group(["tp"]),
         sequence_parallel=bool(config.parallel.sequence_parallel) and config.parallel.tp > 1,
         policy=Policy.of(config),
         recompute=config.recompute.mode,
         attention=ContextAttention.of_one_rank(rank, ReferenceAttention()),
+        experts=experts if config.model.num_experts else None,
     )
 
 

@@ -16,12 +16,14 @@ from ultrascale.kernels.choice import attention_backend
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import GroupSpec, group_plan
 from ultrascale.models.family import Family, StageModule, load_family
+from ultrascale.models.sizes import is_sparse
 from ultrascale.optim.groups import uses
 from ultrascale.optim.optimizer import Optimizer, make_optimizer
 from ultrascale.parallel.bucket_size import bucket_bytes
 from ultrascale.parallel.context.attention import ContextAttention
 from ultrascale.parallel.context.split import Cut, padded_length
 from ultrascale.parallel.experts.dispatch import ExpertGroups
+from ultrascale.parallel.experts.load import ExpertLoad
 from ultrascale.parallel.experts.placement import Placement
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.layout import BATCH_AXES, Layout
@@ -93,6 +95,8 @@ class Assembly:
     optimizer: Optimizer
     engine: Engine
     evaluation: Engine
+    load: ExpertLoad | None
+    """None: the model has no experts."""
 
 
 def make_build(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torch.device) -> Build:
@@ -123,6 +127,13 @@ def _expert_groups(config: Config, mesh: Mesh, rank: int, groups: Groups) -> Exp
         travel=groups.of(placement.group_axes(mesh)),
         rows=groups.of(["cp", "tp"]),
     )
+
+
+def _expert_load(config: Config, device: torch.device) -> ExpertLoad:
+    model = config.model
+    assert model.num_experts is not None
+    layers = [layer for layer in range(model.num_hidden_layers) if is_sparse(model, layer)]
+    return ExpertLoad(layers, model.num_experts, device)
 
 
 def logical_parameters(config: Config, family: Family, build: Build) -> list[Layout]:
@@ -188,11 +199,12 @@ def assemble(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torc
 
     pipeline = groups.of(["pp"])
     gathers = weights if store.sharding.stage else None
-    engine = Engine(plan, stages, pipeline, objective, gradients, gathers, buffer)
+    load = _expert_load(config, device) if config.model.num_experts else None
+    engine = Engine(plan, stages, pipeline, objective, gradients, gathers, buffer, load)
     evaluation = Engine(evaluation_program(plan), stages, pipeline, objective, None, gathers, buffer)
     return Assembly(
         config, mesh, rank, device, build.policy, groups, family, objective, split, plan, stages, store, gradients,
-        optimizer, engine, evaluation,
+        optimizer, engine, evaluation, load,
     )  # fmt: skip
 
 

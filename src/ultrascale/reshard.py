@@ -205,4 +205,7 @@ def owned_boxes(config: Config, rank: int, device: str) -> Boxes:
             if store.counts(bucket, span):
                 held = [(box.offset, box.shape) for box in bucket.held(span, mesh, rank)]
                 boxes.setdefault(span.layout.name, []).extend(held)
+    for kept in store.kept:
+        if store.counts_kept(kept):
+            boxes.setdefault(kept.layout.name, []).append(kept.layout.box(mesh, rank))
     return boxes

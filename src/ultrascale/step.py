@@ -13,6 +13,7 @@ from ultrascale.assembly import Assembly
 from ultrascale.comm import collectives
 from ultrascale.data.loader import MicroArrays
 from ultrascale.models.batch import MicroBatch, Padding, StepBatch
+from ultrascale.models.moe import balance_routers
 from ultrascale.observe.memory import peak_memory
 from ultrascale.optim.optimizer import clip_coefficient
 from ultrascale.optim.schedule import learning_rate
@@ -35,6 +36,8 @@ class StepResult:
     """False: loss or gradient were not finite, and no parameter was touched."""
     peak_memory_bytes: int
     """The largest over ranks."""
+    load: torch.Tensor | None
+    """int64 [sparse layers, experts]: tokens that each expert got; None without experts."""
 
 
 def step_batch(assembly: Assembly, arrays: Sequence[MicroArrays]) -> StepBatch:
@@ -107,9 +110,12 @@ def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: Callable[[
     norm = math.sqrt(square_sum) if math.isfinite(square_sum) else square_sum
     finite = math.isfinite(norm) and math.isfinite(report["loss"])
     lr = learning_rate(step, config)
+    load = assembly.load.collect(world) if assembly.load is not None else None
     if finite:
         assembly.optimizer.step(step, lr, clip_coefficient(norm, config.optimizer.max_norm))
-    return StepResult(report, norm, lr, stops > 0, finite, int(rows[:, -1].max()))
+        if assembly.load is not None and load is not None:
+            balance_routers(assembly.stages.values(), dict(zip(assembly.load.layers, load, strict=True)))
+    return StepResult(report, norm, lr, stops > 0, finite, int(rows[:, -1].max()), load)
 
 
 def evaluate(assembly: Assembly, batches: Sequence[StepBatch]) -> float:

@@ -37,7 +37,7 @@ from ultrascale.generation import load_model
 from ultrascale.models import hugging_face as mappings
 from ultrascale.models.batch import MicroBatch
 from ultrascale.models.family import load_family
-from ultrascale.models.hugging_face import Logical, Part
+from ultrascale.models.hugging_face import Logical, Part, differences
 from ultrascale.models.hugging_face import logical_parameters as their_parameters
 from ultrascale.models.hugging_face_families import of_model
 from ultrascale.parallel.passes import Pass
@@ -74,6 +74,47 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ("full_attention", "sliding_attention"),
     },
+    "mixtral": {
+        "family": "mixtral",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "sliding_window": 9,
+    },
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe, one layer dense": {
+        "family": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": False,
+        "mlp_only_layers": (1,),
+        "sliding_window": 9,
+    },
+}
+MIXTURES = [name for name, model in MODELS.items() if "num_experts" in model]
+KINDS = {
+    "llama": transformers.LlamaConfig,
+    "qwen3": transformers.Qwen3Config,
+    "mixtral": transformers.MixtralConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
 }
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 67, "rope_theta": 20000.0}
 
@@ -86,14 +127,18 @@ def model_keys(name: str) -> dict[str, Any]:
 def made(name: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """Theirs, with weights of the size that training leaves."""
     torch.manual_seed(1)
-    values = {"max_position_embeddings": 128, **SIZE, **MODELS[name]}
+    values = {"max_position_embeddings": 128, "rms_norm_eps": 1e-6, **SIZE, **MODELS[name]}
     rope = {"rope_theta": values.pop("rope_theta"), **(values.pop("rope_scaling", None) or {"rope_type": "default"})}
-    kind = transformers.LlamaConfig if "sliding_window" not in values else transformers.MistralConfig
-    if values.pop("family", "llama") == "qwen3":
-        kind = transformers.Qwen3Config
+    family = values.pop("family", "llama")
+    kind = KINDS[family]
+    if family == "llama" and "sliding_window" in values:
+        kind = transformers.MistralConfig
+    if family.startswith("qwen3"):
         values |= {"use_sliding_window": "sliding_window" in values}
-    if "layer_types" in values:
-        values["layer_types"] = list(values["layer_types"])
+    if family == "mixtral":
+        values |= {"num_local_experts": values.pop("num_experts")}
+        values |= {"intermediate_size": values.pop("moe_intermediate_size")}
+    values |= {key: list(values[key]) for key in ("layer_types", "mlp_only_layers") if key in values}
     config = kind(**values, rope_parameters=rope, initializer_range=0.2, use_cache=False)
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
@@ -148,6 +193,49 @@ def test_in_and_out_again_gives_every_bit_back(tmp_path: Path, name: str, dtype:
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in after.values())
     assert index["weight_map"].keys() == after.keys()
+
+
+def held(name: str, path: Path) -> Path:
+    """A folder as transformers holds the model: all experts of a layer in two tensors."""
+    made(name, torch.bfloat16).save_pretrained(path, save_original_format=False)
+    return path
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_held_in_one_tensor_are_those_of_the_published_form_which_is_written(tmp_path: Path, name: str) -> None:
+    made(name, torch.bfloat16).save_pretrained(tmp_path / "published")
+    published, one = tensors_of(tmp_path / "published"), tensors_of(held(name, tmp_path / "held"))
+    assert any(key.endswith("experts.gate_up_proj") for key in one)
+    assert not any(key.endswith("experts.gate_up_proj") for key in published)
+    after = tensors_of(outward(inward(tmp_path / "held", tmp_path / "c"), tmp_path / "back"))
+    assert after.keys() == published.keys()
+    for key, tensor in published.items():
+        assert torch.equal(after[key], tensor), key
+
+
+def test_what_is_wrong_with_experts_in_one_tensor_is_said_once(tmp_path: Path) -> None:
+    key = "model.layers.1.mlp.experts.gate_up_proj"
+    held("mixtral", tmp_path / "hf")
+    tensor_edit(lambda t: t.update({key: t[key][:, 1:].contiguous()}))(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=rf"{key} has shape \[4, 47, 32\].*\[4, 48, 32\]") as raised:
+        inward(tmp_path / "hf", tmp_path / "c")
+    assert str(raised.value).count("\n") == 0
+    tensor_edit(lambda t: t.pop(key))(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"experts\.3\.w3\.weight is missing, which holds layers\.1\.moe"):
+        inward(tmp_path / "hf", tmp_path / "c")
+
+
+def test_the_words_of_published_configs_are_understood(tmp_path: Path) -> None:
+    """Those of transformers 4, and what Mixtral leaves out."""
+    made("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "qwen")
+    config_edit(num_local_experts=..., num_experts=6)(tmp_path / "qwen")
+    assert open_folder(tmp_path / "qwen").model.num_experts == 6
+    back = outward(inward(tmp_path / "qwen", tmp_path / "c"), tmp_path / "back")
+    written = json.loads((back / "config.json").read_text())
+    assert (written["num_experts"], "num_local_experts" in written) == (6, False)
+    made("mixtral", torch.bfloat16).save_pretrained(tmp_path / "mixtral")
+    config_edit(rope_parameters=...)(tmp_path / "mixtral")
+    assert open_folder(tmp_path / "mixtral").model.rope_theta == 1e6
 
 
 def test_a_tensor_in_a_dtype_of_its_own_comes_back_in_it(folder: Path, tmp_path: Path) -> None:
@@ -223,11 +311,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp=2": (2, {"parallel.pp": 2}),
     "dp=2, zero 3": (2, {"parallel.dp": 2, "parallel.zero_stage": 3}),
     "tp=2 pp=2": (4, {"parallel.tp": 2, "parallel.pp": 2}),
+    "ep=2": (2, {"parallel.ep": 2}),
+    "tp=2 ep=2": (4, {"parallel.tp": 2, "parallel.ep": 2}),
+    "tp=2, experts over tp": (2, {"parallel.tp": 2, "parallel.expert_axes": ("ep", "tp")}),
 }
+STARTED = [
+    (name, layout)
+    for name in ("heads 6 of 2, wide", "heads 4 of 1, scaled", "heads 4 of 4, tied", "qwen3")
+    for layout in ("one process", "tp=2", "pp=2", "dp=2, zero 3", "tp=2 pp=2")
+] + [
+    ("mixtral", "tp=2 ep=2"),
+    ("qwen3_moe", "tp=2, experts over tp"),
+    ("qwen3_moe", "dp=2, zero 3"),
+    ("qwen3_moe, one layer dense", "ep=2"),
+]
 
 
-@pytest.mark.parametrize("name", ["heads 6 of 2, wide", "heads 4 of 1, scaled", "heads 4 of 4, tied", "qwen3"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "layout"), STARTED)
 def test_a_run_starts_from_a_folder_under_any_layout_and_reads_only_its_own_bytes(
     tmp_path: Path, name: str, layout: str
 ) -> None:
@@ -248,15 +348,19 @@ def test_a_run_starts_from_a_folder_under_any_layout_and_reads_only_its_own_byte
     with torch.no_grad():
         logits = theirs(input_ids=inputs.t()).logits.double().numpy()
     last = [rank["logits"] for rank in ranks if rank["logits"] is not None]
-    parts = last[: config.parallel.tp] if config.parallel.tp > 1 else last
-    joined = np.concatenate(parts, axis=-1 if config.parallel.tp > 1 else 1)
+    tp = config.parallel.tp
+    replicas = [np.concatenate(last[first : first + tp], axis=-1) for first in range(0, len(last), tp)]
+    joined = np.concatenate(replicas, axis=1)
     assert np.abs(joined.transpose(1, 0, 2) - logits).max() < 1e-5 * np.abs(logits).max()
 
 
 def tensors_by_our_names(path: Path, config: Config) -> dict[str, np.ndarray]:
     theirs = tensors_of(path)
     named = their_parameters(of_model(config.model), config.model)
-    return {name: theirs[one.parts[0].theirs].double().numpy() for name, one in named.items()}
+    return {
+        name: np.stack([theirs[part.theirs].double().numpy() for part in one.parts]).reshape(one.shape)
+        for name, one in named.items()
+    }
 
 
 Edit = Callable[[Path], None]
@@ -310,6 +414,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "quantised": (config_edit(quantization_config={"bits": 4}), "quantization_config"),
     "another scaling of positions": (config_edit(rope_parameters={"rope_type": "dynamic"}), "rope_type='dynamic'"),
     "half a scaling": (config_edit(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor.*requi"),
+    "positions by layer": (config_edit(rope_parameters={"a": {}, "b": {}}), "rope_parameters differ between a and b"),
     "part of a head rotated": (config_edit(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     "a size that is missing": (config_edit(hidden_size=...), "hidden_size is missing"),
     "a size that is none": (config_edit(hidden_size="32"), "hidden_size='32'"),
@@ -420,6 +525,9 @@ def test_a_damaged_checkpoint_is_not_exported(folder: Path, tmp_path: Path) -> N
     assert not (tmp_path / "back").exists()
 
 
+MIXTURE = {"family": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
 def test_a_family_without_a_mapping_and_tensors_that_it_has_not_are_refused(tmp_path: Path) -> None:
     config = config_of(model_keys("heads 4 of 2"))
     boxes = list(state_boxes(assembled(config).optimizer, owned=True))
@@ -429,6 +537,7 @@ def test_a_family_without_a_mapping_and_tensors_that_it_has_not_are_refused(tmp_
             ({}, boxes[1:], f"tensor {boxes[0].name} is missing"),
             ({"layer_types": ["full_attention"] * 2}, boxes, "LlamaForCausalLM has no model.layer_types"),
             ({"num_hidden_layers": 1}, boxes, "tensor layers.1.* has no place in the family's mapping"),
+            (MIXTURE | {"norm_topk_prob": False}, boxes, r"MixtralForCausalLM has no model\.norm_topk_prob=False"),
             ({"vocab_size": 66}, boxes, r"embed_tokens.weight has shape \[67, 32\]; its config makes it \[66, 32\]"),
         ],
         start=1,
@@ -502,6 +611,23 @@ def test_a_checkpoint_and_the_folder_it_came_from_hold_the_same_values(
     assert cli.main(["checkpoint", "diff", str(folder), str(tmp_path / "c"), "--json"]) == 1  # bfloat16 and float32
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["differences"]
     assert {row["elements"] for row in rows} == {0}
+
+
+@pytest.mark.parametrize("name", ["window", "qwen3", "mixtral", "qwen3_moe, one layer dense"])
+def test_the_commands_know_every_family(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    made(name, torch.bfloat16).save_pretrained(tmp_path / "hf")
+    for words in (
+        ["config", "hf", "--json"],
+        ["from-hf", "hf", "c", "--processes", "1"],
+        ["to-hf", "c", "back", "--processes", "1"],
+    ):
+        paths = [str(tmp_path / word) if word in ("hf", "c", "back") else word for word in words]
+        assert cli.main(["convert", *paths]) == 0
+    found = Model.model_validate(json.loads(capsys.readouterr().out.splitlines()[0])["model"])
+    assert differences(config_of(model_keys(name)).model, found) == []
+    before, after = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 @pytest.mark.parametrize("name", ["from-hf", "to-hf", "config"])

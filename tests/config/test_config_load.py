@@ -176,7 +176,7 @@ OTHER = {
     "model.n_shared_experts": "1", "model.norm_topk_prob": "false", "model.scoring_func": "sigmoid",
     "model.routed_scaling_factor": "2.5", "model.n_group": "2", "model.topk_group": "2",
     "model.decoder_sparse_step": "2", "model.mlp_only_layers": "[0]", "model.first_k_dense_replace": "1",
-    "model.router_aux_loss_coef": "0.01", "model.router_z_loss_coef": "0.01",
+    "model.router_bias_update_rate": "0.01", "model.router_aux_loss_coef": "0.01", "model.router_z_loss_coef": "0.01",
     "batch.global_size": "32", "batch.micro_size": "4", "batch.sequence_length": "128",
     "data.train": "[{path: a, weight: 2}]", "data.validation": "null", "data.tokenizer": "t.json",
     "data.document_mask": "true", "data.reset_positions": "true", "data.packing": "best_fit",

@@ -103,6 +103,10 @@ def boxes(assembly: Assembly, buffer: str) -> list[Box]:
         for span in bucket.spans:
             for offset, values in assembly.store.pieces(bucket, span, getattr(bucket, buffer)):
                 found.append((span.layout.name, span.layout.shape, offset, values.detach().clone().numpy()))
+    if buffer == "masters":  # what a run keeps beside its parameters comes out alike too
+        for kept in assembly.store.kept:
+            offset, _ = kept.layout.box(assembly.mesh, assembly.rank)
+            found.append((kept.layout.name, kept.layout.shape, offset, kept.tensor.clone().numpy()))
     return found
 
 

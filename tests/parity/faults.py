@@ -32,6 +32,7 @@ from ultrascale.parallel.context.attention import ContextAttention
 from ultrascale.parallel.context.split import CONTIGUOUS
 from ultrascale.parallel.context.ulysses import Exchange
 from ultrascale.parallel.experts.dispatch import Dispatch
+from ultrascale.parallel.experts.load import ExpertLoad
 from ultrascale.parallel.experts.router import Router
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.layout import Layout, Use
@@ -526,3 +527,39 @@ def rows_come_back_in_the_order_of_experts() -> Patch:
         return original(self, y, dataclasses.replace(route, by_expert=torch.arange(route.by_expert.numel())))
 
     return patch.object(Dispatch, "to_tokens", unsorted)
+
+
+@fault
+def tokens_are_counted_again_when_recomputed() -> Patch:
+    """What a forward counts is added up, and recomputation is a forward: the layers of a recomputed block twice."""
+
+    def record(self: ExpertLoad, layer: int, micro_batch: int, counts: torch.Tensor) -> None:
+        known = self._seen.get((layer, micro_batch))
+        # Twice the same would leave every sign as it is; tokens of early micro-batches count twice, as under 1F1B.
+        self._seen[layer, micro_batch] = counts if known is None else known + counts * (micro_batch == 0)
+
+    return patch.object(ExpertLoad, "record", record)
+
+
+@fault
+def routers_are_balanced_by_local_counts() -> Patch:
+    """Each rank moves its biases by what its own tokens chose."""
+    original = ExpertLoad.collect
+
+    def collect(self: ExpertLoad, world: Any) -> torch.Tensor:
+        alone = dataclasses.replace(world, ranks=(world.ranks[world.index],), index=0)
+        return original(self, alone)
+
+    return patch.object(ExpertLoad, "collect", collect)
+
+
+@fault
+def biases_are_held_in_bfloat16() -> Patch:
+    """Biases follow the weights into the compute dtype, where small steps are lost."""
+    original = Router.balance
+
+    def balance(self: Router, counts: torch.Tensor) -> None:
+        original(self, counts)
+        self.bias.copy_(self.bias.to(torch.bfloat16))
+
+    return patch.object(Router, "balance", balance)

@@ -22,6 +22,7 @@ SOME = {"model.mlp_only_layers": (0, 2)}
 SIGMOID = {
     "model.scoring_func": "sigmoid", "model.routed_scaling_factor": 2.5, "model.n_group": 4, "model.topk_group": 2,
 }  # fmt: skip
+BIASED = {"model.router_bias_update_rate": 0.05}
 RAW = {"model.norm_topk_prob": False, "model.num_experts_per_tok": 3}
 SP, NO_SP = {"parallel.sequence_parallel": True}, {"parallel.sequence_parallel": False}
 FULL, SELECTIVE = {"recompute.mode": "full"}, {"recompute.mode": "selective"}
@@ -49,27 +50,27 @@ def cover() -> list[Cell]:
     return [
         cell(QWEN3, {}, FULL, {"batch.micro_size": 4}),
         cell(MIXTRAL, {"ep": 2}, SIGMOID, SHARED),
-        cell(QWEN3, {"ep": 4}, RAW, FULL),
+        cell(QWEN3, {"ep": 4}, RAW, FULL, BIASED),
         cell(QWEN3, {"tp": 2}, SP, folded("ep", inside=("tp",)), SHARED, SELECTIVE),
         cell(MIXTRAL, {"tp": 2}, NO_SP, folded("tp"), TIED),
         cell(QWEN3, {"tp": 2, "ep": 2}, SP, folded("ep")),
-        cell(QWEN3, {"tp": 2, "ep": 2}, NO_SP, folded("ep", "tp"), SHARED, SIGMOID),
+        cell(QWEN3, {"tp": 2, "ep": 2}, NO_SP, folded("ep", "tp"), SHARED, SIGMOID, BIASED),
         cell(QWEN3, {"cp": 2, "ep": 2}, folded("ep", "cp"), {"data.document_mask": True}),
         cell(MIXTRAL, {"cp": 2, "tp": 2}, SP, folded("cp", "tp"), {"context.method": "allgather"}),
         cell(QWEN3, {"cp": 2, "tp": 2}, NO_SP, folded("cp", inside=("tp",)), SELECTIVE, RAW),
         cell(QWEN3, {"dp": 2, "ep": 2}, {"parallel.zero_stage": 3}, SHARED, TIED),
         cell(QWEN3, {"dp": 2, "ep": 2}, {"parallel.zero_stage": 1}, folded("dp", "ep"), SOME),
         cell(QWEN3, {"pp": 2, "ep": 2}, {"pipeline.schedule": "zb_v"}, SOME, {"batch.micro_size": 1}),
-        cell(QWEN3, {"pp": 2, "ep": 2}, {"pipeline.schedule": "dualpipe_v"}, FULL, {"batch.micro_size": 1}),
+        cell(QWEN3, {"pp": 2, "ep": 2}, {"pipeline.schedule": "dualpipe"}, FULL, BIASED, {"batch.micro_size": 1}),
         cell(QWEN3, {"pp": 2, "tp": 2, "ep": 2}, SP, {"pipeline.schedule": "1f1b"}, SIGMOID, SHARED),
         cell(MIXTRAL, {"ep": 2}, {"optimizer.name": "muon"}),
-        cell(QWEN3, {"cp": 2}, {"context.pad": True, "batch.sequence_length": 13}),
+        cell(QWEN3, {"cp": 2}, BIASED, {"context.pad": True, "batch.sequence_length": 13}),
     ]
 
 
 def matrix() -> Iterator[Cell]:
     """What `make prove` runs: folds × sequence parallelism × routers × recomputation, with pp, cp, dp and ZeRO."""
-    variants = [dict(QWEN3), {**QWEN3, **SHARED, **SIGMOID}, {**MIXTRAL, **RAW, **TIED, **SOME}]
+    variants = [dict(QWEN3), {**QWEN3, **SHARED, **SIGMOID, **BIASED}, {**MIXTRAL, **RAW, **TIED, **SOME}]
     folds: list[tuple[dict[str, int], dict[str, Any]]] = [
         ({"ep": 2}, {}),
         ({"ep": 4}, {}),

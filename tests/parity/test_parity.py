@@ -137,6 +137,13 @@ FAULTS = [
     ("balance_counts_only_tokens_of_this_rank", MOE_TP2, r"gradients of \w"),
     ("auxiliary_terms_are_scaled_by_the_number_of_ranks", MOE_TP2, r"gradients of \w"),
     ("rows_come_back_in_the_order_of_experts", EP2, r"gradients of \w"),
+    (
+        "tokens_are_counted_again_when_recomputed",
+        moe.cell(moe.QWEN3, {"ep": 2}, moe.BIASED, moe.FULL),
+        r"weights of \w",
+    ),
+    ("routers_are_balanced_by_local_counts", moe.cell(moe.QWEN3, {"ep": 2}, moe.BIASED), r"weights of .*router\.bias"),
+    ("biases_are_held_in_bfloat16", moe.cell(moe.QWEN3, {"ep": 2}, moe.BIASED), r"weights of .*router\.bias"),
     ("gradients_are_not_summed_over_cp", RING2, r"gradients of \w"),
     ("parts_of_attention_are_averaged", RING2, r"gradients of \w"),
     ("gradients_of_keys_do_not_come_home", RING2, r"gradients of .*[kv]_proj\.weight"),

@@ -90,6 +90,7 @@ EFFECTIVE = {
     "model.decoder_sparse_step": Changed(2, 1, MOE),
     "model.mlp_only_layers": Changed((0,), 1, MOE),
     "model.first_k_dense_replace": Changed(1, 1, MOE),
+    "model.router_bias_update_rate": Changed(0.1, 1, MOE),
     "model.router_aux_loss_coef": Changed(0.1, 1, MOE),
     "model.router_z_loss_coef": Changed(0.1, 1, MOE),
     "parallel.ep": Changed(2, 2, MOE),

@@ -52,6 +52,32 @@ def test_the_first_loss_is_that_of_the_folders_weights_under_any_layout(
     assert not [e for e in events if e["event"] == "first_loss"]
 
 
+MIXTURE = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.router_aux_loss_coef": 0.01}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"model.sliding_window": 5, "parallel.tp": 2},
+    "qwen3": {"model.family": "qwen3", "parallel.pp": 2},
+    "mixtral": {**MIXTURE, "model.family": "mixtral", "model.moe_intermediate_size": 24, "parallel.ep": 2},
+    "qwen3_moe": {
+        **MIXTURE,
+        "model.family": "qwen3_moe",
+        "model.moe_intermediate_size": 12,
+        "model.mlp_only_layers": (0,),
+        "parallel.tp": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_goes_out_and_starts_from_there_under_another_layout(tmp_path: Path, family: str) -> None:
+    alone = {key: value for key, value in FAMILIES[family].items() if not key.startswith("parallel.")}
+    assert codes(train(1, tmp_path / "run", {**STILL, **alone})) == {0}
+    convert("to-hf", tmp_path / "run", tmp_path / "hf")
+    settings = {**STARTED, **FAMILIES[family], "init.from_hf": str(tmp_path / "hf"), "run.steps": 1}
+    assert codes(train(2, tmp_path / "started", settings)) == {0}
+    (expected,), (first,) = metrics(tmp_path / "run"), metrics(tmp_path / "started")
+    assert first["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
 def test_a_run_that_goes_on_does_not_look_at_the_folder_again(exported: Path, tmp_path: Path) -> None:
     settings = {**STARTED, "init.from_hf": str(exported)}
     train(1, tmp_path / "whole", {**settings, "run.steps": 4})

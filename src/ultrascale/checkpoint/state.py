@@ -9,7 +9,8 @@ from ultrascale.optim.optimizer import Optimizer
 
 
 def state_boxes(optimizer: Optimizer, owned: bool) -> Iterator[Box]:
-    """This rank's boxes: `<name>` of every parameter's master, `optimizer.<state>/<name>` of its moments.
+    """This rank's boxes: `<name>` of every parameter's master and of every buffer that is state of the run,
+    `optimizer.<state>/<name>` of a parameter's moments.
 
     owned   True: each element on one rank in the whole world, what a save writes. False: all that this rank holds,
             what a load fills.
@@ -26,3 +27,8 @@ def state_boxes(optimizer: Optimizer, owned: bool) -> Iterator[Box]:
                 yield Box(name, shape, offset, values)
             for state, offset, values in optimizer.state_pieces(bucket, span):
                 yield Box(f"optimizer.{state}/{name}", shape, offset, values)
+    for kept in store.kept:
+        if not owned or store.counts_kept(kept):
+            offset, shape = kept.layout.box(store.mesh, store.rank)
+            assert shape == tuple(kept.tensor.shape), f"{kept.layout.name}: a buffer has no padding"
+            yield Box(kept.layout.name, kept.layout.shape, offset, kept.tensor)

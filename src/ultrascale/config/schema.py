@@ -173,6 +173,9 @@ class Model(Section):
     """Layers, from 0, that are dense all the same."""
     first_k_dense_replace: NonNegative = 0
     """The first so many layers are dense."""
+    router_bias_update_rate: Annotated[float, Field(ge=0)] | None = None
+    """Balance routers without a loss: by how much an expert's bias, which counts for the choice alone, moves after each
+    step towards an even load (0.001 in DeepSeek-V3, 0 at its end). null = no biases."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the loss that keeps experts evenly busy within each sequence, summed over layers (0.001)."""
     router_z_loss_coef: Annotated[float, Field(ge=0)] = 0.0

@@ -12,7 +12,8 @@ WITH_EXPERTS = {"mixtral": True, "qwen3_moe": True, "deepseek_v3": False}
 NEEDED = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 FURTHER = (
     "n_shared_experts", "norm_topk_prob", "scoring_func", "routed_scaling_factor", "n_group", "topk_group",
-    "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "router_aux_loss_coef", "router_z_loss_coef",
+    "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "router_bias_update_rate",
+    "router_aux_loss_coef", "router_z_loss_coef",
 )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ultrascale.comm.differentiable import gather_copies, reduce_from, split
 from ultrascale.config.schema import Model
+from ultrascale.models.family import StageModule
 from ultrascale.models.sizes import is_sparse
 from ultrascale.models.transformer import MLP, Block, output_std
 from ultrascale.parallel.experts.dispatch import Dispatch
 from ultrascale.parallel.experts.grouped import GroupedLinear
 from ultrascale.parallel.experts.router import Router, Routing, balance_sum, without_padding, z_sum
-from ultrascale.parallel.layout import Kind, Layout, Normal, Use
+from ultrascale.parallel.layout import Constant, Kind, Layout, Normal, Use
 from ultrascale.parallel.module import Build, Module
 from ultrascale.parallel.passes import Pass
 from ultrascale.parallel.tensor import swiglu
@@ -97,7 +100,11 @@ class MixtureOfExperts(Module):
             pad_to={},
             kind=Kind.MATRIX,
         )
-        self.router = Router(build, router, model)
+        bias = replace(
+            router, name=f"{prefix}.router.bias", shape=(model.num_experts,), init=Constant(0.0), kind=Kind.NORM
+        )
+        self.router = Router(build, router, bias if model.router_bias_update_rate is not None else None, model)
+        self.layer = layer
         self.experts = Experts(build, model, f"{prefix}.experts")
         self.dispatch = Dispatch(build.experts, model.num_experts)
         shared = model.n_shared_experts * (model.moe_intermediate_size or 0)
@@ -114,6 +121,8 @@ class MixtureOfExperts(Module):
             piece = current.real.narrow(0, build.tensor_group.index * own.shape[0], own.shape[0])
             routing = without_padding(routing, piece.flatten())
         route = self.dispatch.route(routing.chosen)
+        if current.load is not None:
+            current.load.record(self.layer, current.micro_batch, route.chosen)
         out = self.experts(self.dispatch.to_experts(tokens, route), route.counts, current)
         choices = self.dispatch.to_tokens(out, route).unflatten(0, routing.chosen.shape)
         mixed = (choices.to(wide(x.dtype)) * routing.weights.unsqueeze(-1)).sum(1).to(x.dtype).view(own.shape)
@@ -147,3 +156,12 @@ class MoEBlock(Block):
             return x + mixed
         y, terms = mixed
         return {"hidden": x + y, **terms}
+
+
+def balance_routers(stages: Iterable[StageModule], counts: Mapping[int, torch.Tensor]) -> None:
+    """After a step: moves the biases of this rank's routers; `counts` has the tokens of each expert by layer."""
+    for stage in stages:
+        for _, unit in stage.units():
+            for module in unit.modules():
+                if isinstance(module, MixtureOfExperts):
+                    module.router.balance(counts[module.layer])

@@ -47,6 +47,8 @@ class Module(nn.Module):
         super().__init__()
         self.build = build
         self.stored: dict[str, Stored] = {}
+        self.kept: dict[str, Layout] = {}
+        """Buffers that are state of the run: saved, loaded, equal on all ranks, and no business of the optimizer."""
 
     def declare(self, name: str, *members: Layout) -> None:
         """Registers one stored tensor made of `members`, in this order along dim 0."""
@@ -54,6 +56,12 @@ class Module(nn.Module):
         self.stored[name] = stored
         shape = stored.local_shape(self.build.mesh)
         self._put(name, nn.Parameter(torch.empty(shape, dtype=self.build.policy.compute, device="meta")))
+
+    def keep(self, name: str, layout: Layout) -> None:
+        """Registers a buffer that is state of the run, in wide precision for ever, whatever the compute dtype."""
+        self.kept[name] = layout
+        shape = layout.local_shape(self.build.mesh)
+        self.register_buffer(name, torch.empty(shape, dtype=self.build.policy.master, device="meta"))
 
     def share(self, name: str, owner: Module, owner_name: str) -> None:
         """Uses another module's parameter: one tensor, one layout, two uses whose gradients add up."""

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ultrascale.parallel.experts.load import ExpertLoad
+
 
 class WeightGradient(Protocol):
     """The part of a layer's backward that nothing but the optimizer waits for: it may run later than the rest."""
@@ -99,6 +101,8 @@ class Pass:
     """bool [seq, batch]: whether a token is text; None: all are."""
     lengths: torch.Tensor | None = None
     """int64 [batch], with `real`: tokens of text of each whole row."""
+    load: ExpertLoad | None = None
+    """Where routers say how many tokens each expert got; None: nobody asks."""
 
     def visit(self, unit: str, backward: bool) -> Visit:
         """This pass in one unit."""

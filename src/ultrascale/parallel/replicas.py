@@ -16,8 +16,7 @@ import torch
 
 from ultrascale.comm import collectives
 from ultrascale.comm.group import Group
-from ultrascale.parallel.buckets import Span
-from ultrascale.parallel.layout import BATCH_AXES
+from ultrascale.parallel.layout import BATCH_AXES, Layout
 from ultrascale.parallel.store import Store
 from ultrascale.parallel.weights import Weights
 
@@ -42,8 +41,8 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-_Held = list[tuple[torch.Tensor, Span]]
-"""What is compared over a group: flat copies of a span, in an order that all members have."""
+_Held = list[tuple[torch.Tensor, Layout]]
+"""What is compared over a group: flat copies of (a part of) a tensor, in an order that all members have."""
 
 
 def check_replicas(weights: Weights) -> None:
@@ -56,16 +55,16 @@ def check_replicas(weights: Weights) -> None:
     weights.settle()
     groups: dict[Group, _Held] = {}
     # Two sets of axes may be one group (one KV head: kv_replica is all of tp), and both parts are compared.
-    for group, held in (*_copies_of_masters(store), *_copies_of_weights(store)):
+    for group, held in (*_copies_of_masters(store), *_copies_of_weights(store), *_copies_of_kept(store)):
         groups.setdefault(group, []).extend(held)
     differing = _not_their_masters(store)
     for group, held in groups.items():
         hashes = torch.stack([hash_of(values) for values, _ in held])
         with group.ledger.during("check"):
             rows = collectives.all_gather(hashes.unsqueeze(0), group).wait()
-        for number, (_, span) in enumerate(held):
+        for number, (_, layout) in enumerate(held):
             if not bool((rows[:, number] == rows[0, number]).all()):
-                differing.append(f"{span.layout.name} differs over {', '.join(group.axes)} (ranks {group.ranks})")
+                differing.append(f"{layout.name} differs over {', '.join(group.axes)} (ranks {group.ranks})")
     # Every rank must come to the same end: one that saw nothing would wait for the others for ever.
     world = store.group_of(store.mesh.order)
     with world.ledger.during("check"):
@@ -88,11 +87,21 @@ def _copies_of_masters(store: Store) -> Iterator[tuple[Group, _Held]]:
             over_tensor = tuple(axis for axis in replicas if axis not in batch)
             for axes in (over_batch, over_tensor):
                 if mesh.size(axes) > 1:
-                    by_axes.setdefault(axes, []).append((masters, span))
+                    by_axes.setdefault(axes, []).append((masters, span.layout))
             if (copies := store.copies_of(bucket)).size > 1:
-                over_stages.setdefault(copies, []).append((masters, span))
+                over_stages.setdefault(copies, []).append((masters, span.layout))
     yield from ((store.group_of(axes), held) for axes, held in by_axes.items())
     yield from over_stages.items()
+
+
+def _copies_of_kept(store: Store) -> Iterator[tuple[Group, _Held]]:
+    """Buffers that are state of the run: equal on all ranks that have their layer."""
+    mesh = store.mesh
+    batch = mesh.expand(BATCH_AXES)
+    for kept in store.kept:
+        for axes in (batch, mesh.expand(["tp"])):
+            if mesh.size(axes) > 1:
+                yield store.group_of(axes), [(kept.tensor.flatten(), kept.layout)]
 
 
 def _copies_of_weights(store: Store) -> Iterator[tuple[Group, _Held]]:
@@ -101,7 +110,7 @@ def _copies_of_weights(store: Store) -> Iterator[tuple[Group, _Held]]:
         group = store.group_of(bucket.shard_axes)
         if group.size > 1 and store.sharding.stage < 3:
             assert bucket.weights is not None
-            yield group, [(bucket.weights[span.start : span.stop], span) for span in bucket.spans]
+            yield group, [(bucket.weights[span.start : span.stop], span.layout) for span in bucket.spans]
 
 
 def _not_their_masters(store: Store) -> list[str]:

@@ -7,7 +7,7 @@ each span the elements that are this rank's, as boxes of the logical tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -17,10 +17,24 @@ from ultrascale.comm.group import Group
 from ultrascale.mesh.axes import Mesh
 from ultrascale.parallel.buckets import Bucket, Span, Use, make_buckets
 from ultrascale.parallel.init import initialise
-from ultrascale.parallel.layout import Tie
+from ultrascale.parallel.layout import Layout, Tie
 from ultrascale.parallel.module import Entry, Module, stored_tensors
 from ultrascale.parallel.shards import Sharding
 from ultrascale.precision.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A buffer that is state of the run."""
+
+    layout: Layout
+    stage: int
+    module: Module
+    attribute: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return getattr(self.module, self.attribute)
 
 
 class Store:
@@ -47,13 +61,15 @@ class Store:
         self.group_of, self._copies_of = group_of, copies_of
         self.bucket_bytes = bucket_bytes
         self.units = {stage: [name for name, _ in units] for stage, units in stages.items()}
-        self._roots = [module for units in stages.values() for _, module in units]
+        self._roots = {stage: [module for _, module in units] for stage, units in stages.items()}
         self.buckets: list[Bucket] = []
         self._aliases: dict[int, nn.Parameter] = {}
         """A tied parameter's further tensors on this rank (by id) → the one that is stored."""
         self._make_buckets(stages)
         self.place: dict[int, tuple[Bucket, int, tuple[int, ...]]] = {}
         """Parameter (by id) → its bucket, where it begins, its shape."""
+        self.kept = list(self._find_kept())
+        """Buffers of modules that are state of the run; whole on every rank that has the module: they are small."""
 
     def _make_buckets(self, stages: Mapping[int, list[tuple[str, nn.Module]]]) -> None:
         """Buckets of all stages; stages of one rank that use a tied parameter share one tensor of it."""
@@ -100,6 +116,16 @@ class Store:
         self._rebind(made)
         for bucket in self.buckets:
             self.show(bucket)
+        for kept in self.kept:
+            tensor = torch.empty_like(kept.tensor, device=device)
+            initialise(tensor, kept.layout, kept.layout.box(self.mesh, self.rank)[0], seed)
+            setattr(kept.module, kept.attribute, tensor)
+
+    def _find_kept(self) -> Iterator[Kept]:
+        for stage, roots in self._roots.items():
+            for module in dict.fromkeys(m for root in roots for m in root.modules()):
+                if isinstance(module, Module):
+                    yield from (Kept(layout, stage, module, name) for name, layout in module.kept.items())
 
     def _allocate(self, bucket: Bucket, device: torch.device) -> None:
         policy, stage, size = self.policy, self.sharding.stage, bucket.hi - bucket.lo
@@ -123,7 +149,7 @@ class Store:
 
         A module that is several units, or is in several, is there once.
         """
-        for module in dict.fromkeys(module for root in self._roots for module in root.modules()):
+        for module in dict.fromkeys(m for roots in self._roots.values() for root in roots for m in root.modules()):
             if isinstance(module, Module):
                 module.replace({name: made[id(p)] for name, p in module.named_parameters(recurse=False)})
         for bucket in self.buckets:
@@ -167,6 +193,10 @@ class Store:
         """Whether this rank is the one that counts its elements of the span in the norm and saves them."""
         owner = span.layout.is_owner(self.mesh, self.rank, bucket.shard_axes)
         return owner and self.copies_of(bucket).index == 0
+
+    def counts_kept(self, kept: Kept) -> bool:
+        """Whether this rank is the one that saves its part of the buffer."""
+        return kept.layout.is_owner(self.mesh, self.rank) and self._copies_of(kept.stage).index == 0
 
     def ties(self) -> list[Tie]:
         """Ties of the parameters on this rank."""

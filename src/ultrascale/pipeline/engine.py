@@ -21,6 +21,7 @@ from ultrascale.comm.group import Group
 from ultrascale.comm.turns import take_turns
 from ultrascale.models.batch import StepBatch
 from ultrascale.models.family import StageModule
+from ultrascale.parallel.experts.load import ExpertLoad
 from ultrascale.parallel.gradients import Gradients
 from ultrascale.parallel.objective import Objective
 from ultrascale.parallel.passes import Pass, Visit
@@ -70,6 +71,7 @@ class Engine:
     gradients      the sink; None when the plan is forward-only
     weights        gathers parameters that replicas share out; None when they share none out
     buffer         makes an empty tensor of the form that stages hand on, [seq (/ tp), batch, hidden], for a micro-batch
+    load           where routers say how many tokens each expert got; None when nobody asks
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class Engine:
         gradients: Gradients | None,
         weights: Weights | None,
         buffer: Callable[[int], torch.Tensor],
+        load: ExpertLoad | None = None,
     ) -> None:
         self.plan, self.stages, self.pipeline = plan, stages, pipeline
         self.objective, self.gradients, self.weights, self.buffer = objective, gradients, weights, buffer
+        self.load = load
         self.ledger = pipeline.ledger
         self.actions = plan.actions[pipeline.index]
         self.last_stage = plan.stages - 1
@@ -197,7 +201,7 @@ class Engine:
         hidden = self._take("activation", stage, number) if stage > 0 else None
         if hidden is not None and training:
             hidden.requires_grad_()
-        current = Pass(stage, number, self.gradients, self.weights)
+        current = Pass(stage, number, self.gradients, self.weights, load=self.load)
         with self.ledger.during("forward"), torch.set_grad_enabled(training):
             out: Any = self.stages[stage](hidden, self._batch.micro_batches[number], current)
             onward, terms = _parts(out)

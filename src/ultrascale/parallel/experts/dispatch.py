@@ -32,6 +32,8 @@ class Route:
     """int64 [received]: the received rows, sorted by expert."""
     counts: list[int]
     """Rows of each expert that is here."""
+    chosen: torch.Tensor
+    """int64 [experts]: how many of this rank's tokens go to each expert."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Dispatch:
             receive=[sum(row) for row in received],
             by_expert=places.repeat_interleave(arriving.flatten()).argsort(stable=True),
             counts=[sum(column) for column in zip(*received, strict=True)],
+            chosen=numbers.flatten(),
         )
 
     def to_experts(self, x: torch.Tensor, route: Route) -> torch.Tensor:

@@ -21,7 +21,6 @@ from ultrascale.parallel.module import Build, Module
 from ultrascale.parallel.passes import Pass
 from ultrascale.precision.policy import wide
 
-
 NONE = -1
 """A choice of no expert."""
 
@@ -84,11 +83,26 @@ class Router(Module):
     """
 
     weight: torch.Tensor
+    bias: torch.Tensor
+    """Wide [experts], where there is one: added to scores for the choice alone (`balance`)."""
 
-    def __init__(self, build: Build, layout: Layout, model: Model) -> None:
+    def __init__(self, build: Build, layout: Layout, bias: Layout | None, model: Model) -> None:
         super().__init__(build)
         self.declare("weight", layout)
+        if bias is not None:
+            self.keep("bias", bias)
         self.model = model
+
+    def balance(self, counts: torch.Tensor) -> None:
+        """After a step: experts with fewer tokens than the mean become likelier, by a fixed amount; and the reverse.
+
+        counts   int64 [experts], of the global batch: equal on all ranks, and so stay the biases
+        Wang et al. 2024, "Auxiliary-loss-free load balancing", algorithm 1.
+        """
+        rate = self.model.router_bias_update_rate
+        if rate:
+            missing = counts.sum() - counts * counts.numel()  # integers: no rounding decides a sign
+            self.bias.add_(missing.sign().to(self.bias.dtype), alpha=rate)
 
     def forward(self, x: torch.Tensor, current: Pass) -> Routing:
         """x [tokens, hidden]"""
@@ -96,7 +110,8 @@ class Router(Module):
         assert k is not None
         logits = _Logits.apply(x, self.weight, current)
         scores = logits.softmax(-1) if model.scoring_func == "softmax" else logits.sigmoid()
-        chosen = self._allowed(scores.detach()).topk(k, dim=-1, sorted=True).indices
+        worth = scores.detach() + self.bias if "bias" in self.kept else scores.detach()
+        chosen = self._allowed(worth).topk(k, dim=-1, sorted=True).indices
         weights = scores.gather(-1, chosen)
         if model.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
