@@ -19,6 +19,7 @@ from ultrascale.optim.optimizer import clip_coefficient
 from ultrascale.optim.schedule import learning_rate
 from ultrascale.parallel.context.split import Cut, Ints, own_tokens, padded_length
 from ultrascale.parallel.cross_entropy import NO_TARGET
+from ultrascale.parallel.experts.router import Router
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class StepResult:
     """The largest over ranks."""
     load: torch.Tensor | None
     """int64 [sparse layers, experts]: tokens that each expert got; None without experts."""
+    router_bias_range: tuple[float, float] | None
+    """Smallest and largest bias of all routers, as this step's tokens met them; None where routers have none."""
 
 
 def step_batch(assembly: Assembly, arrays: Sequence[MicroArrays]) -> StepBatch:
@@ -99,13 +102,14 @@ def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: Callable[[
     gradients.finish()
 
     # What all ranks must agree on travels in one message; every rank adds the rows up in the same order.
-    memory = float(peak_memory(assembly.device).peak)
-    sums = term_sums(assembly, outputs)
-    message = torch.cat([gradients.square_sum().view(1), sums, sums.new_tensor([float(stop()), memory])])
+    sums, largest = term_sums(assembly, outputs), largest_here(assembly)
+    message = torch.cat([gradients.square_sum().view(1), sums, sums.new_tensor([float(stop())]), largest])
     world = assembly.groups.world
     with world.ledger.during("step"):
         rows = collectives.all_gather(message.view(1, -1), world).wait()
-    square_sum, *totals, stops, _ = rows.sum(dim=0).tolist()
+    summed, maxima = rows.split([rows.shape[1] - largest.numel(), largest.numel()], dim=1)
+    square_sum, *totals, stops = summed.sum(dim=0).tolist()
+    memory, *biases = maxima.amax(dim=0).tolist()
     report = assembly.objective.report(dict(zip(assembly.objective.terms, totals, strict=True)), batch.denominators)
     norm = math.sqrt(square_sum) if math.isfinite(square_sum) else square_sum
     finite = math.isfinite(norm) and math.isfinite(report["loss"])
@@ -115,7 +119,21 @@ def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: Callable[[
         assembly.optimizer.step(step, lr, clip_coefficient(norm, config.optimizer.max_norm))
         if assembly.load is not None and load is not None:
             balance_routers(assembly.stages.values(), dict(zip(assembly.load.layers, load, strict=True)))
-    return StepResult(report, norm, lr, stops > 0, finite, int(rows[:, -1].max()), load)
+    bias_range = (0.0 - biases[0], biases[1]) if biases else None  # 0 − 0 has no sign
+    return StepResult(report, norm, lr, stops > 0, finite, int(memory), load, bias_range)
+
+
+def largest_here(assembly: Assembly) -> torch.Tensor:
+    """What of this rank counts by its largest over ranks, float64: peak memory; −smallest and largest router bias."""
+    memory = torch.tensor([peak_memory(assembly.device).peak], dtype=torch.float64, device=assembly.device)
+    if assembly.config.model.router_bias_update_rate is None:
+        return memory
+    kept = assembly.store.kept
+    biases = [k.tensor for k in kept if isinstance(k.module, Router) and k.attribute == "bias"]
+    if not biases:  # this rank has dense layers only
+        return torch.cat([memory, memory.new_full((2,), -torch.inf)])
+    low, high = torch.cat(biases).to(memory).aminmax()
+    return torch.cat([memory, torch.stack([-low, high])])
 
 
 def evaluate(assembly: Assembly, batches: Sequence[StepBatch]) -> float:

@@ -48,6 +48,7 @@ from ultrascale.models.family import FamilyError
 from ultrascale.models.sizes import mean_keys
 from ultrascale.observe import mfu
 from ultrascale.observe.console import Console, StartUp
+from ultrascale.observe.expert_load import balance_figures
 from ultrascale.observe.memory import keep_freed_memory, peak_memory
 from ultrascale.observe.run_folder import RunFolder, RunFolderError
 from ultrascale.parallel.replicas import check_replicas
@@ -399,11 +400,23 @@ class Trainer:
         }
         if validation is not None:
             record["validation_loss"] = validation
+        self._record_experts(result, record)
         self.folder.metrics(record)
         self.console.step(record)
         if self.assembly.engine.timeline is not None:
             self.folder.timeline(self.step, self.assembly.engine.timeline)
             self.assembly.engine.timeline.clear()
+
+    def _record_experts(self, result: StepResult, record: dict[str, Any]) -> None:
+        """How tokens fell on experts, where there are any: figures into the record, all counts into their own file."""
+        if result.load is None or self.assembly.load is None:
+            return
+        tokens = result.load.tolist()
+        record |= balance_figures(tokens)
+        if result.router_bias_range is not None:
+            record["router_bias_range"] = list(result.router_bias_range)
+        if _due(self.step, self.config.observe.console_every) or self.step == self.config.run.steps:
+            self.folder.expert_load(self.step, self.assembly.load.layers, tokens)
 
     # ---- descriptions ---------------------------------------------------------------------------------------------
 

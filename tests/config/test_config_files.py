@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from config_cases import DEBUG, ROOT
+from config_cases import ROOT
 
 from ultrascale.config import collect, rules
 from ultrascale.config.load import load
@@ -28,9 +28,10 @@ def test_the_schema_file_is_what_the_command_prints() -> None:
     assert json.loads((ROOT / "configs" / "schema.json").read_text()) == json_schema()
 
 
-def test_debug_yaml_holds_at_least_what_the_contract_shows_and_cuts_nothing() -> None:
-    contract = load(ROOT / "tests" / "reference" / "contract_debug.yaml")
-    shipped = load(DEBUG)
+@pytest.mark.parametrize("name", ["debug", "debug_moe"])
+def test_a_debug_config_holds_at_least_what_the_contract_shows_and_cuts_nothing(name: str) -> None:
+    contract = load(ROOT / "tests" / "reference" / f"contract_{name}.yaml")
+    shipped = load(ROOT / "configs" / f"{name}.yaml")
     ours = flatten(shipped.config)
     theirs = flatten(contract.config)
     assert {key: ours[key] for key in contract.origins if key in ours} == {

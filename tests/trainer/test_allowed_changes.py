@@ -180,6 +180,7 @@ def test_every_key_of_meaning_can_be_named_or_decides_the_tensors() -> None:
         ("lr", "lr is not a key of a config; did you mean optimizer.lr?"),
         ("x", "x is not a key of a config; write section and key, as model.rope_scaling"),
         ("model.rope_scaling.factor", "is a part of model.rope_scaling; write model.rope_scaling"),
+        ("model.num_experts", "decides which tensors there are, and those of the checkpoint must fit; leave it out"),
         ("model.hidden_size", "decides which tensors there are, and those of the checkpoint must fit; leave it out"),
         ("parallel.tp", "parallel.tp may change without leave; leave it out"),
         ("optimizer.offload", "optimizer.offload may change without leave; leave it out"),

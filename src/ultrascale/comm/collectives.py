@@ -43,6 +43,11 @@ class Pending:
         self._kept = kept
         self._finish = finish
 
+    @property
+    def unfinished(self) -> Tensor:
+        """The tensor that the result comes into: not to be read or written before `wait`."""
+        return self._result
+
     def wait(self) -> Tensor:
         """The result, once it is there; on CUDA, once the current stream is ordered behind it.
 

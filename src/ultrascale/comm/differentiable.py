@@ -10,7 +10,7 @@ do the same with the output) or in parts (they do different things with it)?
     gather_copies    all_gather             own piece              alike
     scatter_sum      reduce_scatter         all_gather             –
     split            own piece              all_gather             –
-    exchange         all_to_all             all_to_all back        –
+    exchange         all_to_all             all_to_all back        – (also in two halves)
 
 Megatron's f and g (Shoeybi et al. 2019, §3) are the first two; g and ḡ of sequence parallelism (Korthikanti
 et al. 2022, §4.2.2) are `gather` and `scatter_sum`. Rows in the ledger carry the phase in which the forward
@@ -27,6 +27,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ultrascale.comm import collectives
+from ultrascale.comm.collectives import Pending
 from ultrascale.comm.group import Group
 
 
@@ -88,7 +89,45 @@ def exchange(
 
     x [sum(send_splits), ...] → [sum(receive_splits), ...]; ValueError when the splits do not fit
     """
-    return x if group.size == 1 else _Exchange.apply(x, group, send_splits, receive_splits)
+    under_way = UnderWay(group, send_splits, receive_splits)
+    return finish_exchange(begin_exchange(x, under_way), under_way)
+
+
+class UnderWay:
+    """An exchange that was begun and not finished: forward's, and later its gradient's."""
+
+    def __init__(
+        self, group: Group, send_splits: Sequence[int] | None = None, receive_splits: Sequence[int] | None = None
+    ) -> None:
+        self.group, self.send, self.receive = group, send_splits, receive_splits
+        self.pending: Pending | None = None
+
+    def issue(self, x: Tensor, back: bool = False) -> Tensor:
+        # None on the receiving side means "as many as are sent", so the way back starts from what was sent.
+        there, here = self.send, self.receive
+        if back:
+            there, here = here if here is not None else there, there
+        self.pending = collectives.all_to_all(x, self.group, there, here)
+        return self.pending.unfinished
+
+    def wait(self) -> Tensor:
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        return pending.wait()
+
+
+def begin_exchange(x: Tensor, under_way: UnderWay) -> Tensor:
+    """`exchange` begun: what comes out must go to `finish_exchange`, unread, and nowhere else.
+
+    What is computed between the two runs while the rows travel; and in backward, where autograd runs the later nodes
+    first, the same while their gradients do.
+    """
+    return x if under_way.group.size == 1 else _Begin.apply(x, under_way)
+
+
+def finish_exchange(unfinished: Tensor, under_way: UnderWay) -> Tensor:
+    """Waits for an exchange that was begun. [sum(receive_splits), ...]"""
+    return unfinished if under_way.group.size == 1 else _Finish.apply(unfinished, under_way)
 
 
 def _own_piece(x: Tensor, group: Group) -> Tensor:
@@ -177,22 +216,27 @@ class _Split(Function):
         return collectives.all_gather(gradient, ctx.group).wait(), None
 
 
-class _Exchange(Function):
+class _Begin(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        group: Group,
-        send_splits: Sequence[int] | None,
-        receive_splits: Sequence[int] | None,
-    ) -> Tensor:
-        ctx.group, ctx.splits = group, (send_splits, receive_splits)
-        return collectives.all_to_all(x, group, send_splits, receive_splits).wait()
+    def forward(ctx: Any, x: Tensor, under_way: UnderWay) -> Tensor:
+        ctx.under_way = under_way
+        return under_way.issue(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        send, receive = ctx.splits
-        # None on the receiving side means "as many as are sent", so the way back starts from what was sent.
-        back = collectives.all_to_all(gradient, ctx.group, receive if receive is not None else send, send)
-        return back.wait(), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.under_way.wait(), None  # not `gradient`, which only stands for it
+
+
+class _Finish(Function):
+    @staticmethod
+    def forward(ctx: Any, unfinished: Tensor, under_way: UnderWay) -> Tensor:
+        ctx.under_way = under_way
+        under_way.wait()
+        return unfinished.view_as(unfinished)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.under_way.issue(gradient, back=True)
+        return gradient, None  # has the shape that autograd expects; `_Begin` returns what arrives

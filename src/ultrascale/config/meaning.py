@@ -41,6 +41,12 @@ SHAPES = tuple(
         "qk_rope_head_dim",
         "v_head_dim",
         "intermediate_size",
+        "num_experts",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "first_k_dense_replace",
         "vocab_size",
         "tie_word_embeddings",
     )

@@ -123,11 +123,13 @@ class MixtureOfExperts(Module):
         route = self.dispatch.route(routing.chosen)
         if current.load is not None:
             current.load.record(self.layer, current.micro_batch, route.chosen)
-        out = self.experts(self.dispatch.to_experts(tokens, route), route.counts, current)
+        travelling = self.dispatch.begin(tokens, route)
+        shared = self.shared(x, current) if self.shared is not None else None  # while tokens travel
+        out = self.experts(self.dispatch.arrive(travelling, route), route.counts, current)
         choices = self.dispatch.to_tokens(out, route).unflatten(0, routing.chosen.shape)
         mixed = (choices.to(wide(x.dtype)) * routing.weights.unsqueeze(-1)).sum(1).to(x.dtype).view(own.shape)
         y = gather_copies(mixed, build.tensor_group) if whole else mixed
-        return (y + self.shared(x, current) if self.shared is not None else y), self._terms(routing, own, current)
+        return (y if shared is None else y + shared), self._terms(routing, own, current)
 
     def _terms(self, routing: Routing, own: torch.Tensor, current: Pass) -> Terms:
         """Sums over this row's tokens on all tp ranks, equal on them; each backpropagates its own part."""

@@ -11,7 +11,7 @@ Points = Sequence[Point]
 
 WIDTH, HEIGHT = 560, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 14, 30, 32
-_INKS = ("#1f6fb2", "#c05a00", "#00785a", "#a03c78")
+_INKS = ("#1f6fb2", "#c05a00", "#00785a", "#a03c78", "#5b4fb8", "#7a6a00", "#c02e2e", "#4a4a4a")
 _COLUMNS = 500
 """Of a chart; of more points than that, each column shows its lowest and its highest."""
 

@@ -6,8 +6,8 @@ The line is for programs too, and has one form, wherever it is written:
     step 120/1000 | loss 2.4131 | grad_norm 0.83 | lr 3.0e-04 | tokens/s 12.3k | MFU 41.2% | memory 1.2 GiB |
     ETA 3h12m
 
-What is not known is `n/a`; a step with a validation ends in `| validation_loss 2.5012`. Exact values stand in
-metrics.jsonl.
+What is not known is `n/a`. With experts `| expert_load 1.31` follows, the worst of all layers; a step with a validation
+ends in `| validation_loss 2.5012`. Exact values stand in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -181,6 +181,9 @@ def step_line(record: Mapping[str, Any], steps: int, eta: str) -> str:
         f"memory {_number(record['peak_memory_bytes'], size)}",
         f"ETA {eta}",
     ]
+    loads = [load for load in record.get("expert_load", ()) if load is not None]
+    if loads:
+        parts.append(f"expert_load {max(loads):.2f}")
     if record.get("validation_loss") is not None:
         parts.append(f"validation_loss {_number(record['validation_loss'], '.4f')}")
     return " | ".join(parts)

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from ultrascale.observe.chart import line_chart, number
+from ultrascale.observe.expert_pictures import pictures
 from ultrascale.observe.run_record import RunRecord
 from ultrascale.pipeline.actions import Kind
 from ultrascale.pipeline.costs import at
@@ -69,6 +70,7 @@ def page(run: RunRecord) -> str:
     sections = (
         ("", _head(run)),
         ("Curves", _curves(run)),
+        *([("Experts", experts)] if (experts := pictures(run)) else []),
         ("Pipeline", _pipeline(run)),
         ("Memory", _memory(run)),
         ("Traffic", _traffic(run)),

@@ -5,6 +5,7 @@
     status.json     state, step, reason, exit_code
     metrics.jsonl   one JSON object per step and nothing else
     events.jsonl    everything else that happens, one JSON object each
+    expert_load.jsonl   of models with experts, tokens of each expert at some steps
     ledger.json     bytes per step of each kind of collective
     checkpoints/
     run.lock        held by the process that writes here; failure-RANK.json of ranks that failed
@@ -31,6 +32,10 @@ import yaml
 from ultrascale.config import meaning
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
+
+LOADS = "expert_load.jsonl"
+BY_STEP = ("metrics.jsonl", LOADS)
+"""Files of lines that a resume cuts back."""
 
 # Keys that every line of metrics.jsonl has; beside them stand aux_*, validation_loss and whatever a run adds.
 METRICS = (
@@ -124,6 +129,11 @@ class RunFolder:
         if lost:
             self.event("not_finite", step=record["step"], values=lost)
 
+    def expert_load(self, step: int, layers: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Writes a line of expert_load.jsonl: step, numbers of the layers with experts, tokens [layers][experts]."""
+        if self._writes:
+            self._append(LOADS, {"step": step, "layers": list(layers), "tokens": [list(row) for row in tokens]})
+
     def _timeline(self) -> Path:
         return self.path / f"timeline-{self._rank}.jsonl"
 
@@ -162,29 +172,35 @@ class RunFolder:
             self._append("events.jsonl", {"time": time.time(), "event": event, "step": step, **_tame(fields)})
 
     def cut_back(self, step: int) -> None:
-        """Cuts metrics.jsonl, and this rank's timeline, back to the step of the checkpoint that the run goes on from;
-        0 for none."""
+        """Cuts what is written by step, and this rank's timeline, back to the step of the checkpoint that the run goes
+        on from; 0 for none."""
         timeline = self._timeline()
         if timeline.exists():
             kept = [line for line in self._lines(timeline.name) if 0 < (_step(line) or 0) <= step]
             self._replace(timeline.name, b"".join(line + b"\n" for line in kept))
         if not self._writes:
             return
+        if (self.path / LOADS).exists():
+            self._cut_lines(LOADS, step)
+        self._last_step = self._cut_lines("metrics.jsonl", step)
+
+    def _cut_lines(self, name: str, step: int) -> int:
+        """Returns the step of the last line that stays, 0 for none."""
         kept, last = [], 0
-        for line in self._lines("metrics.jsonl"):
+        for line in self._lines(name):
             found = _step(line)
             # One line per step, in order: what is torn, repeated or of the future goes.
             if found is not None and last < found <= step:
                 kept.append(line + b"\n")
                 last = found
-        self._replace("metrics.jsonl", b"".join(kept))
-        self._last_step = last
+        self._replace(name, b"".join(kept))
+        return last
 
     def sync(self) -> None:
         """Forces the lines written so far to disk; before a checkpoint, so that they outlive what it
         outlives."""
         if self._writes:
-            for name in ("metrics.jsonl", "events.jsonl"):
+            for name in (*BY_STEP, "events.jsonl"):
                 if (self.path / name).exists():
                     with open(self.path / name, "rb") as file:
                         os.fsync(file.fileno())
@@ -240,7 +256,7 @@ class RunFolder:
                     f"run.dir={self.path} holds a different run: {'; '.join(change.text for change in changed)}; "
                     f"{meaning.way_out(changed, config)}, or {way_out}"
                 )
-        for name in ("metrics.jsonl", "events.jsonl"):
+        for name in (*BY_STEP, "events.jsonl"):
             self._cut_torn_line(name)
         for line in self._lines("metrics.jsonl"):
             self._last_step = max(self._last_step, _step(line) or 0)

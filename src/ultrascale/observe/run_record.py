@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ultrascale.observe.run_folder import RunFolderError
+from ultrascale.observe.run_folder import LOADS, RunFolderError
 from ultrascale.pipeline.actions import ScheduleError
 from ultrascale.pipeline.recording import Recording, load
 
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A line of expert_load.jsonl: tokens of each expert, by layer, at a step."""
+
+    step: int
+    layers: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,7 @@ class RunRecord:
     events     lines of events.jsonl
     ledger     rows of ledger.json: axes, op, phase, calls, bytes per step and rank
     recording  of its pipeline, where the run was asked for one
+    loads      lines of expert_load.jsonl; only a model with experts has any
     """
 
     path: Path
@@ -32,6 +42,7 @@ class RunRecord:
     events: tuple[Record, ...]
     ledger: tuple[Record, ...]
     recording: Recording | None
+    loads: tuple[Load, ...] = ()
 
     @property
     def name(self) -> str:
@@ -42,6 +53,15 @@ class RunRecord:
         """(step, value) of a key of metrics.jsonl, where it has a number."""
         found = [(record.get("step"), record.get(key)) for record in self.metrics]
         return [(float(x), float(y)) for x, y in found if _is_number(x) and _is_number(y)]
+
+    def lists(self, key: str) -> list[tuple[float, list[float | None]]]:
+        """(step, values) of a key of metrics.jsonl, where it has a list; what is no number in it is None."""
+        found = [(record.get("step"), record.get(key)) for record in self.metrics]
+        return [
+            (float(x), [float(y) if _is_number(y) else None for y in values])
+            for x, values in found
+            if _is_number(x) and isinstance(values, list)
+        ]
 
     def peak_bytes(self) -> list[Record]:
         """Per rank: peak, allocated, reserved, as the newest event says; empty when none does."""
@@ -72,6 +92,7 @@ def read_run(path: str | Path) -> RunRecord:
         events=_lines(folder / "events.jsonl"),
         ledger=_records(ledger if isinstance(ledger, list) else []),
         recording=recording,
+        loads=tuple(filter(None, map(_load, _lines(folder / LOADS)))),
     )
 
 
@@ -99,6 +120,17 @@ def _lines(path: Path) -> tuple[Record, ...]:
 
 def _records(values: Sequence[Any]) -> tuple[Record, ...]:
     return tuple(value for value in values if isinstance(value, dict))
+
+
+def _load(record: Record) -> Load | None:
+    """None for a line that is none: pages are made of damaged runs too."""
+    try:
+        tokens = tuple(tuple(int(n) for n in row) for row in record["tokens"])
+        load = Load(int(record["step"]), tuple(int(n) for n in record["layers"]), tokens)
+    except (KeyError, TypeError, ValueError):
+        return None
+    whole = tokens and tokens[0] and len({len(row) for row in tokens}) == 1 and len(tokens) == len(load.layers)
+    return load if whole else None
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ultrascale.comm import collectives
-from ultrascale.comm.differentiable import exchange
+from ultrascale.comm.differentiable import UnderWay, begin_exchange, exchange, finish_exchange
 from ultrascale.comm.group import Group
 from ultrascale.parallel.experts.placement import Placement
 
@@ -32,6 +32,7 @@ class Route:
     """int64 [received]: the received rows, sorted by expert."""
     counts: list[int]
     """Rows of each expert that is here."""
+    under_way: UnderWay
     chosen: torch.Tensor
     """int64 [experts]: how many of this rank's tokens go to each expert."""
 
@@ -72,23 +73,28 @@ class Dispatch:
             arriving = collectives.all_to_all(numbers[self._share_of_place], self.group).wait()
         per_share, received = numbers.sum(1).tolist(), arriving.tolist()  # the one synchronisation with the device
         pieces = order[int(unsent) :].split(per_share)
+        send, receive = [per_share[share] for share in self._share_of_place], [sum(row) for row in received]
         places = torch.arange(arriving.shape[1], device=chosen.device).repeat(self.group.size)
         return Route(
             choices=flat.numel(),
             rows=torch.cat([pieces[share] for share in self._share_of_place]),
-            send=[per_share[share] for share in self._share_of_place],
-            receive=[sum(row) for row in received],
+            send=send,
+            receive=receive,
+            under_way=UnderWay(self.group, send, receive),
             by_expert=places.repeat_interleave(arriving.flatten()).argsort(stable=True),
             counts=[sum(column) for column in zip(*received, strict=True)],
             chosen=numbers.flatten(),
         )
 
-    def to_experts(self, x: torch.Tensor, route: Route) -> torch.Tensor:
-        """x [tokens, hidden] → [received, hidden], the rows of each expert together."""
-        k = route.choices // x.shape[0] if x.shape[0] else 1
-        sent = x.index_select(0, route.rows // k)
+    def begin(self, x: torch.Tensor, route: Route) -> torch.Tensor:
+        """x [tokens, hidden] sets out; what comes back goes to `arrive`, unread."""
+        k = route.choices // x.shape[0]
         with self.group.ledger.during("dispatch"):
-            return exchange(sent, self.group, route.send, route.receive).index_select(0, route.by_expert)
+            return begin_exchange(x.index_select(0, route.rows // k), route.under_way)
+
+    def arrive(self, unfinished: torch.Tensor, route: Route) -> torch.Tensor:
+        """[received, hidden], the rows of each expert together."""
+        return finish_exchange(unfinished, route.under_way).index_select(0, route.by_expert)
 
     def to_tokens(self, y: torch.Tensor, route: Route) -> torch.Tensor:
         """y [received, hidden] of the experts → [choices, hidden]; parts of one expert's output are added up."""
