@@ -4,8 +4,8 @@
 
 A mixture of experts (hidden 64, 3 layers, 8 experts, 2 of them for a token) learns bytes of the source of Python's
 standard library for 200 steps of 64 sequences × 64 tokens, in float32 on one core. A layer's load is the tokens of its
-busiest expert over the mean; 4 is the worst there is, two experts that get everything. The curve of a run is the load of
-its worst layer. `within` is the step from which on that curve, as a mean over 20 steps, stays under 1.2. Beside the
+busiest expert over the mean; 4 is the worst there is, two experts that get everything. The curve of a run is the load
+of its worst layer. `within` is the step from which on that curve, as a mean over 20 steps, stays under 1.2. Beside the
 figures a picture is written, F.svg for F.json.
 """
 
@@ -101,7 +101,9 @@ def figures(run: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, metavar="F", help="write figures and curves to F (JSON), a picture beside")
+    parser.add_argument(
+        "--output", type=Path, metavar="F", help="write figures and curves to F (JSON), a picture beside"
+    )
     parser.add_argument("--rate", type=float, help="another router_bias_update_rate")
     parser.add_argument("--coef", type=float, help="another router_aux_loss_coef")
     parser.add_argument("--seed", type=int, default=1)

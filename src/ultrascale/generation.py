@@ -13,7 +13,7 @@ from ultrascale.checkpoint.read import load, open_manifest
 from ultrascale.checkpoint.state import state_boxes
 from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
-from ultrascale.config.schema import Config, Pipeline
+from ultrascale.config.schema import Config, Kernels, Pipeline
 from ultrascale.mesh.axes import Mesh
 from ultrascale.models.batch import MicroBatch
 from ultrascale.parallel.init import uniform_at
@@ -37,7 +37,12 @@ def load_model(checkpoint: Path, device: torch.device) -> Assembly:
     config = Config.model_validate(manifest.header["config"], strict=False)
     one = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False}
     config = config.model_copy(
-        update={"parallel": config.parallel.model_copy(update=one), "pipeline": Pipeline()}  # one stage
+        # One stage, and the kernels of this machine.
+        update={
+            "parallel": config.parallel.model_copy(update=one),
+            "pipeline": Pipeline(),
+            "kernels": Kernels(),
+        }
     )
     mesh = Mesh.of(config)
     assembly = assemble(config, mesh, 0, create(mesh, (), Ledger()), device)

@@ -39,7 +39,7 @@ from ultrascale.config import collect
 from ultrascale.config.load import Loaded
 from ultrascale.config.problem import ConfigError
 from ultrascale.config.resolve import resolve, smallest_world
-from ultrascale.config.schema import Config, Pipeline
+from ultrascale.config.schema import Config, Kernels, Pipeline
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import spec_members
 from ultrascale.models.family import FamilyError, load_family
@@ -195,7 +195,8 @@ def owned_boxes(config: Config, rank: int, device: str) -> Boxes:
         plan = training_plan(config)
     except (FamilyError, ScheduleError) as error:
         raise CheckpointError(str(error)) from error
-    build = make_build(config, mesh, rank, groups, torch.device("cpu"))
+    here = config.model_copy(update={"kernels": Kernels()})  # nothing is computed
+    build = make_build(here, mesh, rank, groups, torch.device("cpu"))
     store = make_store(
         config, family, build, plan, make_stages(family, build, plan, split_of(config, plan)), groups, device
     )

@@ -17,7 +17,7 @@ from ultrascale.models.moe import balance_routers
 from ultrascale.observe.memory import peak_memory
 from ultrascale.optim.optimizer import clip_coefficient
 from ultrascale.optim.schedule import learning_rate
-from ultrascale.parallel.context.split import Cut, Ints, own_tokens, padded_length
+from ultrascale.parallel.context.split import Cut, Ints, own_places, padded_length
 from ultrascale.parallel.cross_entropy import NO_TARGET
 from ultrascale.parallel.experts.router import Router
 
@@ -59,10 +59,12 @@ def micro_batch(assembly: Assembly, arrays: MicroArrays) -> MicroBatch:
     if padding:
         documents = tuple((*row, length) for row in documents or ((0,),) * arrays.inputs.shape[1])
 
+    places = own_places(length + padding, documents, cut, assembly.mesh.index(assembly.rank, ["cp"]))
+    columns = np.arange(arrays.inputs.shape[1])
+
     def own(x: Ints, fill: int) -> torch.Tensor:
         padded = np.pad(x, ((0, padding), (0, 0)), constant_values=fill)
-        index = assembly.mesh.index(assembly.rank, ["cp"])
-        return torch.from_numpy(own_tokens(padded, documents, cut, index)).to(assembly.device)
+        return torch.from_numpy(padded[places, columns]).to(assembly.device)
 
     real = None
     if padding or arrays.padding.any():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -15,9 +16,11 @@ import torch
 
 from pool import Context, pool
 from small import assembled, boxes, config_of, whole
+from ultrascale.comm import p2p
 from ultrascale.config.schema import Config
 from ultrascale.data.loader import Data, MicroArrays
 from ultrascale.mesh.axes import ulysses_size
+from ultrascale.parallel.context import ring
 from ultrascale.parallel.context.split import Cut, order, rank_runs
 from ultrascale.parallel.context.traffic import Shape, sent
 from ultrascale.parallel.passes import Pass
@@ -142,11 +145,55 @@ def test_the_next_block_is_on_its_way_while_one_is_computed() -> None:
     passed_on = ["send", "receive"]
     for forward, backward in pool(4).run(_order_of_calls, config):
         assert forward == [*passed_on, "forward"] * 3 + ["forward"]
-        # First its own gradient is awaited from the last place; gradients follow their blocks one step behind.
+        # Gradients follow their blocks one step behind; the sum of its own block comes from the last place.
         assert backward == [
-            "receive", *passed_on, "backward", *passed_on, "backward", "send",
-            *passed_on, "receive", "backward", "send", "receive", "backward", "send",
+            *passed_on, "backward", *passed_on, "backward", "send", "receive",
+            *passed_on, "backward", "send", "receive", "backward", "send", "receive",
         ]  # fmt: skip
+
+
+def _with_order_alone(context: Context, config: Config) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring.Ring, "_call", lambda self: 0)
+        return _trained(context, config, poisoned=False)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_messages_need_no_tags(cp: int) -> None:
+    """NCCL goes by order alone: with one tag for all messages of all calls, gloo does too."""
+    config = config_of({**SIZE, **cut_over(cp, "ring")}, cp)
+    tagged, alone = (whole(pool(cp).run(function, config, *more)) for function, more in (
+        (_trained, (False,)), (_with_order_alone, ()),
+    ))  # fmt: skip
+    assert all(np.array_equal(values, alone[name]) for name, values in tagged.items())
+
+
+def _most_blocks(context: Context, config: Config) -> int:
+    """Blocks of other ranks that are held at once, while attention is computed."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    original = p2p.batch
+
+    def batch(messages: Sequence[p2p.Message], group: Any) -> list[Any]:
+        nonlocal most
+        held.extend(weakref.ref(message.tensor) for message in messages if not message.sends)
+        pending = original(messages, group)
+        most = max(most, sum(ref() is not None for ref in held))
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(p2p, "batch", batch)
+        _trained(context, config, poisoned=False)
+    return most
+
+
+def test_no_rank_holds_more_than_two_blocks_of_others_and_their_gradients() -> None:
+    config = config_of({**SIZE, **cut_over(4, "ring")}, 4)
+    assert all(2 <= most <= 4 for most in pool(4).run(_most_blocks, config))
+
+
+def test_the_models_window_is_what_documents_are_balanced_by() -> None:
+    assert Cut.of(config_of({"model.sliding_window": 5, "parallel.cp": 2}, 2)).window == 5
 
 
 # ---- documents ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ultrascale.parallel.context.split import (
     Cut,
     Documents,
     order,
-    own_tokens,
+    own_places,
     rank_runs,
     ring_runs,
 )
@@ -83,10 +83,10 @@ def test_ring_steps_compute_every_visible_pair_once_and_no_other(
     times = np.zeros((3, length, length), dtype=int)
     for place in range(cut.ring):
         plan = ring_plan(length, rows, cut, place, window)
-        for step, tiles in enumerate(plan.tiles):
+        for step, (span, tiles) in enumerate(zip(plan.queries, plan.tiles, strict=True)):
             for tile in tiles:
                 for row in range(*tile.rows):
-                    queries, keys = held[row][place], held[row][(place - step) % cut.ring]
+                    queries, keys = held[row][place][span], held[row][(place - step) % cut.ring]
                     times[row][np.ix_(queries[slice(*tile.queries)], keys[slice(*tile.keys)])] += computed(tile)
             assert plan.pairs[step] == sum(int(computed(t).sum()) * (t.rows[1] - t.rows[0]) for t in tiles)
     expected = np.stack([mask(length, row, window) for row in rows])
@@ -165,10 +165,11 @@ def test_tokens_of_all_ranks_are_the_sequence(case: tuple[int, Documents, Cut]) 
     length, documents, cut = case
     x = np.arange(2 * length, dtype=np.int64).reshape(length, 2)
     rows = (documents, (0,))
-    parts = [own_tokens(x, rows, cut, rank) for rank in range(cut.size)]
+    columns = np.arange(2)
+    parts = [x[own_places(length, rows, cut, rank), columns] for rank in range(cut.size)]
     assert np.array_equal(np.sort(np.concatenate(parts), axis=0), x)
     for rank, part in enumerate(parts):
         for column, row in enumerate(rows):
             assert np.array_equal(part[:, column], x[order(rank_runs(length, row, cut)[rank]), column])
-    whole = [own_tokens(x, None, cut, rank) for rank in range(cut.size)]
+    whole = [x[own_places(length, None, cut, rank), columns] for rank in range(cut.size)]
     assert np.array_equal(np.sort(np.concatenate(whole), axis=0), x)

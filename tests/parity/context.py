@@ -58,7 +58,14 @@ def cover() -> list[Cell]:
         cell("ulysses", 2, PP, {"pipeline.schedule": "zb_h1"}),
         cell("hybrid", 4, {**WINDOW, **DOCUMENTS}),
         cell("hybrid", 4, CONTIGUOUS, SELECTIVE, {"model.num_key_value_heads": 4}),
-        cell("ring", 2, {"parallel.pp": 2, "pipeline.schedule": "dualpipe_v"}, DOCUMENTS),
+        # Ranks that have different messages wait equally often, or what runs beside them is issued in another order.
+        cell(
+            "ring",
+            4,
+            {"parallel.pp": 2, "pipeline.schedule": "dualpipe_v", "batch.micro_size": 1},
+            CONTIGUOUS,
+            DOCUMENTS,
+        ),
         cell("ring", 2, TP, PP, DOCUMENTS, {"parallel.order": ("cp", "tp", "pp", "ep", "dp")}),
     ]
 
@@ -82,6 +89,9 @@ def matrix() -> Iterator[Cell]:
             yield cell(method, 2, {"parallel.dp": 2, "parallel.zero_stage": stage, "batch.micro_size": 1}, mask)
         for schedule in ("zb_v", "dualpipe", "dualpipe_v", "interleaved_1f1b_a2a_overlap"):
             yield cell(method, 2, {"parallel.pp": 2, "pipeline.schedule": schedule}, mask)
+        for schedule in ("dualpipe", "dualpipe_v", "interleaved_1f1b_a2a_overlap"):
+            pairs = {"parallel.pp": 2, "pipeline.schedule": schedule, "batch.micro_size": 1}
+            yield cell(method, 4, pairs, mask, {} if method == "ulysses" else CONTIGUOUS)
         if method != "ulysses":
             yield cell(method, 4, mask, CONTIGUOUS)
             yield cell(method, 4, mask, CONTIGUOUS, PADDED, FULL)

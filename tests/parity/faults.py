@@ -344,15 +344,15 @@ def gradients_of_keys_do_not_come_home() -> Patch:
 @fault
 def a_blocks_gradient_is_overwritten_on_its_way() -> Patch:
     """Each place sends its own part on, and not the sum."""
-    original = ring._Gradients.expect
+    original = ring._Gradients.add
 
-    def expect(self: Any, step: int) -> None:
-        original(self, step)
+    def add(self: Any, step: int, part: Any) -> None:
         coming = self._coming
         self._coming = ring.Nothing(self.group)
+        original(self, step, part)
         coming.wait()
 
-    return patch.object(ring._Gradients, "expect", expect)
+    return patch.object(ring._Gradients, "add", add)
 
 
 def _called_with(**fixed: Any) -> Patch:

@@ -6,6 +6,9 @@ receives, so that two ranks that send first and receive then wait for each other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +18,47 @@ from ultrascale.comm.group import Group
 _LARGEST_TAG = 2**31 - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a batch.
+
+    tensor   what is sent, or the contiguous buffer that is received into
+    peer     index of the other member
+    tag      0 … 2³¹ − 1, the same on both sides
+    sends    whether it goes out
+    """
+
+    tensor: Tensor
+    peer: int
+    tag: int
+    sends: bool
+
+
+def batch(messages: Sequence[Message], group: Group) -> list[Pending]:
+    """Issues messages as one, so that no order among them can make two ranks wait for each other.
+
+    On NCCL, which goes by order alone, both sides must issue a message in their batch of the same number.
+    """
+    if not messages:
+        return []
+    tensors = [_prepared(message, group) for message in messages]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(
+                dist.isend if message.sends else dist.irecv,
+                tensor,
+                group=group.process_group,
+                tag=message.tag,
+                group_peer=message.peer,
+            )
+            for message, tensor in zip(messages, tensors, strict=True)
+        ]
+    )
+    if len(works) == 1:  # NCCL has one handle for all
+        works = works * len(messages)
+    return [Pending(t, work, (t,), ledger=group.ledger) for t, work in zip(tensors, works, strict=True)]
+
+
 def send(tensor: Tensor, group: Group, destination: int, tag: int) -> Pending:
     """Sends a tensor to the member of index `destination`; leave it as it is until `wait` returns.
 
@@ -22,9 +66,7 @@ def send(tensor: Tensor, group: Group, destination: int, tag: int) -> Pending:
           whose receives are posted the other way round are exchanged without an error. NCCL ignores it and
           goes by order alone.
     """
-    _check(group, destination, tag)
-    payload = tensor.contiguous()
-    record(group, "send", tensor, tensor.nbytes, f"to {group.ranks[destination]} tag {tag}")
+    payload = _prepared(Message(tensor, destination, tag, sends=True), group)
     work = dist.isend(payload, group=group.process_group, group_dst=destination, tag=tag)
     return Pending(tensor, work, (payload,), ledger=group.ledger)
 
@@ -35,12 +77,23 @@ def receive(buffer: Tensor, group: Group, source: int, tag: int) -> Pending:
     The shape and the dtype must be the sender's: gloo reinterprets another dtype of the same size without an
     error, and ends the connection when the size differs. Raises ValueError when the buffer is not contiguous.
     """
-    _check(group, source, tag)
-    if not buffer.is_contiguous():
-        raise ValueError(f"receive over {group}: the buffer of shape {tuple(buffer.shape)} is not contiguous")
-    record(group, "receive", buffer, 0, f"from {group.ranks[source]} tag {tag}")
+    _prepared(Message(buffer, source, tag, sends=False), group)
     work = dist.irecv(buffer, group=group.process_group, group_src=source, tag=tag)
     return Pending(buffer, work, (buffer,), ledger=group.ledger)
+
+
+def _prepared(message: Message, group: Group) -> Tensor:
+    """The tensor that travels, contiguous; writes the row."""
+    _check(group, message.peer, message.tag)
+    tensor = message.tensor
+    if message.sends:
+        tensor = tensor.contiguous()
+        record(group, "send", tensor, tensor.nbytes, f"to {group.ranks[message.peer]} tag {message.tag}")
+    elif not tensor.is_contiguous():
+        raise ValueError(f"receive over {group}: the buffer of shape {tuple(tensor.shape)} is not contiguous")
+    else:
+        record(group, "receive", tensor, 0, f"from {group.ranks[message.peer]} tag {message.tag}")
+    return tensor
 
 
 def _check(group: Group, peer: int, tag: int) -> None:

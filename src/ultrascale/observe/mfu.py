@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 
-FORMULA = "6 · matmul parameters + 6 · attention width · sequence length / 2 FLOPs per token (causal half)"
+FORMULA = (
+    "6 · matmul parameters + 6 · attention width · mean keys FLOPs per token (half the sequence; less under a window)"
+)
 
 
 def flops_per_token(matmul_parameters: float, attention_width: float, mean_keys: float) -> float:

@@ -7,7 +7,7 @@ sweeps change sizes alone.
 from __future__ import annotations
 
 from ultrascale.config.problem import Problem, choices
-from ultrascale.config.schema import Config, Model, Parallel
+from ultrascale.config.schema import Config, Context, Model, Parallel
 from ultrascale.parallel.context.split import Cut, sequence_multiple, tp_splits_tokens
 
 
@@ -76,6 +76,9 @@ def _context(config: Config) -> list[Problem]:
     cp, context = config.parallel.cp, config.context
     heads = config.model.num_attention_heads // config.parallel.tp
     size = context.ulysses_size
+    if context.method == "ulysses" and cp > 1 and context.split != Context().split:
+        message = f"context.split={context.split} has no effect under context.method=ulysses, which has no ring"
+        return [Problem("context.split", f"{message}; leave it out", kind="idle")]
     if size is not None and context.method != "hybrid":
         message = f"context.ulysses_size={size} has no effect under context.method={context.method}; leave it out"
         return [Problem("context.ulysses_size", f"{message}, or use context.method=hybrid", kind="idle")]

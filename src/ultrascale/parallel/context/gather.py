@@ -1,7 +1,7 @@
 """Attention with the keys and values of the whole sequence gathered on every rank (Llama 3, Grattafiori et al. 2024).
 
-Three collectives a layer and one kernel call, at the cost of holding all keys while they are used; they are gathered
-again in backward rather than kept.
+Three collectives a layer and whole documents for the kernel, at the cost of holding all keys while they are used; they
+are gathered again in backward rather than kept.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ knows what the others need of it: keys that nobody further on needs are not sent
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from ultrascale.kernels.tiles import Tile
 from ultrascale.parallel.context.split import Cut, Documents, Run, ring_runs
@@ -23,7 +23,9 @@ class RingPlan:
     """Attention of one place on the ring."""
 
     tiles: tuple[tuple[Tile, ...], ...]
-    """[t]: this place's queries against the keys of the place t before it."""
+    """[t]: this place's queries against the keys of the place t before it, counted from `queries[t]`."""
+    queries: tuple[slice, ...]
+    """[t]: this place's queries that see any of those keys, and those between them."""
     reach: tuple[int, ...]
     """[s]: how many places further on the keys of place s are needed, 0 when only at home."""
 
@@ -37,19 +39,25 @@ class RingPlan:
 def ring_plan(length: int, rows: Rows, cut: Cut, place: int, window: int | None) -> RingPlan:
     """Of place `place` on the ring; keys lie in each place's own order."""
     ring = cut.ring
-    groups = list(_row_groups(rows))
+    groups = [
+        (first, last, [_by_document(runs) for runs in ring_runs(length, documents, cut)])
+        for first, last, documents in _row_groups(rows)
+    ]
 
     def against(queries: int, keys: int) -> Iterator[Tile]:
-        for first, last, documents in groups:
-            runs = ring_runs(length, documents, cut)
-            yield from _tiles(runs[queries], runs[keys], (first, last), window)
+        for first, last, places in groups:
+            yield from _tiles(places[queries], places[keys], (first, last), window)
 
     def needs(keys: int, step: int) -> bool:
         return next(against((keys + step) % ring, keys), None) is not None
 
+    steps = [_counted_from_first(_joined(against(place, (place - step) % ring))) for step in range(ring)]
     return RingPlan(
-        tiles=tuple(_joined(against(place, (place - step) % ring)) for step in range(ring)),
-        reach=tuple(max((step for step in range(1, ring) if needs(s, step)), default=0) for s in range(ring)),
+        tiles=tuple(tiles for _, tiles in steps),
+        queries=tuple(span for span, _ in steps),
+        reach=tuple(
+            next((step for step in range(ring - 1, 0, -1) if needs(source, step)), 0) for source in range(ring)
+        ),
     )
 
 
@@ -60,7 +68,7 @@ def gathered_plan(length: int, rows: Rows, cut: Cut, place: int, window: int | N
     for first, last, documents in _row_groups(rows):
         queries = ring_runs(length, documents, cut)[place]
         (keys,) = ring_runs(length, documents, Cut())
-        tiles += _tiles(queries, keys, (first, last), window)
+        tiles += _tiles(_by_document(queries), _by_document(keys), (first, last), window)
     return tuple(tiles)
 
 
@@ -74,25 +82,44 @@ def _row_groups(rows: Rows) -> Iterator[tuple[int, int, Documents]]:
         yield first, last, rows[first]
 
 
-def _tiles(queries: Sequence[Run], keys: Sequence[Run], rows: tuple[int, int], window: int | None) -> Iterator[Tile]:
+_Places = dict[int, list[tuple[Run, int]]]
+"""Document → the runs of it that a place has, each with where it begins in memory."""
+
+
+def _by_document(runs: Sequence[Run]) -> _Places:
+    found: _Places = {}
+    place = 0
+    for run in runs:
+        found.setdefault(run.document, []).append((run, place))
+        place += len(run)
+    return found
+
+
+def _tiles(queries: _Places, keys: _Places, rows: tuple[int, int], window: int | None) -> Iterator[Tile]:
     """Of all pairs of runs of one document, the part of the keys that any query sees."""
-    by_document: dict[int, list[tuple[Run, int]]] = {}
-    for run, place in zip(keys, _places(keys), strict=True):
-        by_document.setdefault(run.document, []).append((run, place))
-    for query, query_place in zip(queries, _places(queries), strict=True):
-        for key, key_place in by_document.get(query.document, ()):
-            seen = _seen(query, key, window)
-            if seen is None:
-                continue
-            start, stop = seen
-            first = key_place + start - key.start
-            yield Tile(
-                rows=rows,
-                queries=(query_place, query_place + len(query)),
-                keys=(first, first + stop - start),
-                offset=query.start - start,
-                window=window,
-            )
+    for document, query_runs in queries.items():
+        for query, query_place in query_runs:
+            for key, key_place in keys.get(document, ()):
+                seen = _seen(query, key, window)
+                if seen is None:
+                    continue
+                start, stop = seen
+                first = key_place + start - key.start
+                yield Tile(
+                    rows=rows,
+                    queries=(query_place, query_place + len(query)),
+                    keys=(first, first + stop - start),
+                    offset=query.start - start,
+                    window=window,
+                )
+
+
+def _counted_from_first(tiles: tuple[Tile, ...]) -> tuple[slice, tuple[Tile, ...]]:
+    """The queries that any of the tiles holds, and the tiles counted from there: no pass over the others' output."""
+    first = min((tile.queries[0] for tile in tiles), default=0)
+    last = max((tile.queries[1] for tile in tiles), default=0)
+    moved = (replace(tile, queries=(tile.queries[0] - first, tile.queries[1] - first)) for tile in tiles)
+    return slice(first, last), tuple(moved)
 
 
 def _seen(query: Run, key: Run, window: int | None) -> tuple[int, int] | None:
@@ -117,8 +144,3 @@ def _joined(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
             continue
         joined[-1] = Tile(tile.rows, queries, keys, keys[1] - keys[0], None)
     return tuple(joined)
-
-
-def _places(runs: Sequence[Run]) -> list[int]:
-    """Where each run begins in memory."""
-    return [0, *accumulate(map(len, runs))][:-1]

@@ -8,7 +8,6 @@ from the last place that sees the block it goes home. No rank holds more than tw
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,13 +16,11 @@ from ultrascale.comm import p2p
 from ultrascale.comm.collectives import Nothing, Pending
 from ultrascale.comm.group import Group
 from ultrascale.kernels.attention import AttentionBackend, merge
-from ultrascale.kernels.tiles import Tile
 from ultrascale.parallel.context.plan import RingPlan, Rows, ring_plan
 from ultrascale.parallel.context.split import Cut
 from ultrascale.precision.policy import wide
 
-_BLOCK, _GRADIENT, _HOME = range(3)
-"""Kinds of messages, told apart by their tags."""
+_TAGS = 1 << 20
 
 
 class Block(NamedTuple):
@@ -53,6 +50,7 @@ class Ring:
 
     def __init__(self, group: Group, cut: Cut, backend: AttentionBackend) -> None:
         self.group, self.cut, self.backend = group, cut, backend
+        self._calls = 0
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, window: int | None, scale: float
@@ -62,12 +60,12 @@ class Ring:
         if self.group.size == 1:
             return self.backend.forward(q, k, v, plan.tiles[0], scale)
         out = lse = q.new_empty(0)
-        for step, block in self._blocks(Block(k, v), plan):
+        for step, block in self._blocks(Block(k, v), plan, self._call()):
             if step == 0:
                 out, lse = self.backend.forward(q, k, v, plan.tiles[0], scale)
                 out, lse = out.to(wide(out.dtype)).contiguous(), lse.contiguous()
             elif block and plan.tiles[step]:
-                span, tiles = _queries_of(plan.tiles[step])
+                span, tiles = plan.queries[step], plan.tiles[step]
                 part, part_lse = self.backend.forward(q[span], block.k, block.v, tiles, scale)
                 merge(out[span], lse[span], part, part_lse)
         return out, lse
@@ -91,12 +89,12 @@ class Ring:
         own = Block(k, v)
         dtype = wide(q.dtype)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        gradients = _Gradients(self.group, plan.reach, own, dtype)
-        for step, block in self._blocks(own, plan):
-            gradients.expect(step)
+        call = self._call()
+        gradients = _Gradients(self.group, plan.reach, own, dtype, call)
+        for step, block in self._blocks(own, plan, call):
             part = None
             if block and plan.tiles[step]:
-                span, tiles = _queries_of(plan.tiles[step])
+                span, tiles = plan.queries[step], plan.tiles[step]
                 dq_part, dk, dv = self.backend.backward(
                     dout[span], q[span], block.k, block.v, out[span], lse[span], tiles, scale
                 )
@@ -105,10 +103,16 @@ class Ring:
             gradients.add(step, part)
         return dq, *gradients.of_own()
 
+    def _call(self) -> int:
+        """A number for the messages of one call, the same on all ranks: those of two calls are never taken for each
+        other, whatever runs between them."""
+        self._calls = (self._calls + 1) % _TAGS
+        return self._calls
+
     def _plan(self, q: torch.Tensor, rows: Rows, window: int | None) -> RingPlan:
         return ring_plan(q.shape[0] * self.cut.ring, rows, self.cut, self.group.index, window)
 
-    def _blocks(self, own: Block, plan: RingPlan) -> Iterator[tuple[int, Block | None]]:
+    def _blocks(self, own: Block, plan: RingPlan, call: int) -> Iterator[tuple[int, Block | None]]:
         """Of each step its number and the block of the place so many before this one, if it comes this far.
 
         While the caller works on a block, it is passed on and the next one comes.
@@ -117,14 +121,13 @@ class Ring:
         held = own.message() if plan.reach[here] else own.k.new_empty(0)
         block: Block | None = own
         for step in range(group.size):
-            sending: Pending = Nothing(group)
-            coming: Pending = Nothing(group)
-            with group.ledger.during("attention"):
-                if step < plan.reach[(here - step) % group.size]:
-                    sending = p2p.send(held, group, (here + 1) % group.size, _tag(group, _BLOCK, step))
-                if step + 1 < group.size and step < plan.reach[(here - step - 1) % group.size]:
-                    buffer = own.k.new_empty(own.numel)
-                    coming = p2p.receive(buffer, group, (here - 1) % group.size, _tag(group, _BLOCK, step))
+            goes = step < plan.reach[(here - step) % group.size]
+            comes = step + 1 < group.size and step < plan.reach[(here - step - 1) % group.size]
+            sending, coming = _issued(
+                group,
+                p2p.Message(held, (here + 1) % group.size, call, sends=True) if goes else None,
+                p2p.Message(own.k.new_empty(own.numel), (here - 1) % group.size, call, sends=False) if comes else None,
+            )
             yield step, block
             sending.wait()
             held = coming.wait()
@@ -134,42 +137,31 @@ class Ring:
 class _Gradients:
     """Gradients of blocks on their way round the ring, one step behind the blocks."""
 
-    def __init__(self, group: Group, reach: tuple[int, ...], own: Block, dtype: torch.dtype) -> None:
-        self.group, self.reach, self.own, self.dtype = group, reach, own, dtype
+    def __init__(self, group: Group, reach: tuple[int, ...], own: Block, dtype: torch.dtype, call: int) -> None:
+        self.group, self.reach, self.own, self.dtype, self.call = group, reach, own, dtype, call
         self._here: Block | None = None
         """This place's part of the gradient of its own block."""
         self._coming: Pending = Nothing(group)
+        """What the places before this one have summed up of the block that is here next."""
         self._sending: Pending = Nothing(group)
         self._home: Pending = Nothing(group)
-        if reach[group.index]:
-            last = (group.index + reach[group.index]) % group.size
-            self._home = self._receive(last, _tag(group, _HOME, 0))
-
-    def expect(self, step: int) -> None:
-        """Before a step's work: what the places before this one have summed up of the block that is here."""
-        self._coming = Nothing(self.group)
-        if 2 <= step <= self.reach[self._source(step)]:
-            self._coming = self._receive((self.group.index - 1) % self.group.size, _tag(self.group, _GRADIENT, step))
 
     def add(self, step: int, part: Block | None) -> None:
         """Adds this place's part (None: it sees nothing of the block), and passes the sum on, or home."""
-        if step == 0:
-            self._here = part
-            return
-        group, source = self.group, self._source(step)
         before = self._coming.wait()
         self._sending.wait()
-        self._sending = Nothing(group)
-        if step > self.reach[source]:
-            return
-        message = part.message() if part else torch.zeros(self.own.numel, dtype=self.dtype, device=self.own.k.device)
-        if before.numel():
-            message += before
-        after = (group.index + 1) % group.size
-        home = step == self.reach[source]
-        tag = _tag(group, _HOME, 0) if home else _tag(group, _GRADIENT, step + 1)
-        with group.ledger.during("attention"):
-            self._sending = p2p.send(message, group, source if home else after, tag)
+        outgoing = None
+        if step == 0:
+            self._here = part
+        elif step <= self.reach[self._source(step)]:
+            total = part.message() if part else self._buffer().zero_()
+            if before.numel():
+                total += before
+            outgoing = self._outgoing(step, total)
+        # Issued with what others send at the end of this step: both sides of a message are in the same batch.
+        self._sending, self._coming, home = _issued(self.group, outgoing, self._next(step), self._last(step))
+        if not isinstance(home, Nothing):
+            self._home = home
 
     def of_own(self) -> Block:
         """The whole gradient of this place's own block."""
@@ -181,22 +173,32 @@ class _Gradients:
         others = self.own.read(message)
         return Block(self._here.k + others.k, self._here.v + others.v)
 
+    def _outgoing(self, step: int, total: torch.Tensor) -> p2p.Message:
+        source = self._source(step)
+        home = step == self.reach[source]
+        return p2p.Message(total, source if home else (self.group.index + 1) % self.group.size, self.call, sends=True)
+
+    def _next(self, step: int) -> p2p.Message | None:
+        """The sum of the block that comes next, from the place before this one, if that has added to it."""
+        if step == 0 or step + 1 > self.reach[self._source(step + 1)]:
+            return None
+        return p2p.Message(self._buffer(), (self.group.index - 1) % self.group.size, self.call, sends=False)
+
+    def _last(self, step: int) -> p2p.Message | None:
+        """The sum of this place's own block, from the last place that sees it."""
+        if step == 0 or step != self.reach[self.group.index]:
+            return None
+        return p2p.Message(self._buffer(), (self.group.index + step) % self.group.size, self.call, sends=False)
+
     def _source(self, step: int) -> int:
         return (self.group.index - step) % self.group.size
 
-    def _receive(self, source: int, tag: int) -> Pending:
-        buffer = torch.empty(self.own.numel, dtype=self.dtype, device=self.own.k.device)
-        with self.group.ledger.during("attention"):
-            return p2p.receive(buffer, self.group, source, tag)
+    def _buffer(self) -> torch.Tensor:
+        return torch.empty(self.own.numel, dtype=self.dtype, device=self.own.k.device)
 
 
-def _tag(group: Group, kind: int, step: int) -> int:
-    return kind * group.size + step
-
-
-def _queries_of(tiles: tuple[Tile, ...]) -> tuple[slice, list[Tile]]:
-    """The queries that any of the tiles holds, and the tiles counted from there: no pass over the others' output."""
-    first = min(tile.queries[0] for tile in tiles)
-    last = max(tile.queries[1] for tile in tiles)
-    moved = [replace(tile, queries=(tile.queries[0] - first, tile.queries[1] - first)) for tile in tiles]
-    return slice(first, last), moved
+def _issued(group: Group, *messages: p2p.Message | None) -> list[Pending]:
+    """Issues what there is of some messages as one; the others are waited for like them, and bring nothing."""
+    with group.ledger.during("attention"):
+        pending = iter(p2p.batch([message for message in messages if message], group))
+    return [next(pending) if message else Nothing(group) for message in messages]

@@ -91,7 +91,7 @@ def padded_length(config: Config) -> int:
     return -(-length // multiple) * multiple
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=32)  # of a long sequence with many documents an entry takes megabytes
 def ring_runs(length: int, documents: Documents, cut: Cut) -> tuple[tuple[Run, ...], ...]:
     """What each place on the ring holds, in the order in which it lies in memory.
 
@@ -141,13 +141,11 @@ def rank_runs(length: int, documents: Documents, cut: Cut) -> tuple[tuple[Run, .
     )
 
 
-def own_tokens(x: Ints, documents: Sequence[Documents] | None, cut: Cut, index: int) -> Ints:
-    """x [seq, batch] → what cp rank `index` holds of it [seq / cp, batch], each row cut as its documents say."""
-    length = x.shape[0]
-    if documents is None:
-        return np.ascontiguousarray(x[order(rank_runs(length, (0,), cut)[index])])
-    rows = [x[order(rank_runs(length, row, cut)[index]), column] for column, row in enumerate(documents)]
-    return np.stack(rows, axis=1)
+def own_places(length: int, documents: Sequence[Documents] | None, cut: Cut, index: int) -> Ints:
+    """Places in the sequence of what cp rank `index` holds of a batch, [tokens, 1] where all rows are cut alike, else
+    [tokens, batch]: x[own_places, columns] of any x [seq, batch]."""
+    rows = ((0,),) if documents is None else documents
+    return np.stack([order(rank_runs(length, row, cut)[index]) for row in rows], axis=1)
 
 
 def order(runs: Iterable[Run]) -> Ints:
