@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from small import whole
 from ultrascale.config.schema import Config
@@ -25,6 +29,22 @@ class Opinion:
     """Terms of the loss, each divided by its denominator and not yet weighed."""
     gradients: Mapping[str, np.ndarray]
     """By our names of the parameters."""
+
+
+class _Wide:
+    """torch, in which float32 is float64."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
+
+
+@contextmanager
+def widened(module: ModuleType) -> Iterator[None]:
+    """What a file of theirs narrows to float32 is float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "torch", _Wide())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
 
 
 def close(found: np.ndarray, expected: np.ndarray, what: str) -> None:

@@ -1,4 +1,4 @@
-"""A second opinion on multi-head latent attention: transformers' DeepSeek-V3, all of its layers dense.
+"""A second opinion on multi-head latent attention: transformers' DeepSeek-V3, its layers dense or sparse.
 
 Its rotation pairs neighbouring features (rope_interleave) or halves; ours pairs halves, so the rows of weights that
 make rope parts are reordered for it, and nothing else is. Places where it narrows to float32 are widened, as in
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from compared import Opinion, compare
+from compared import Opinion, compare, widened
 from our_side import ours
 from their_rope import their_config as rope_config
 from their_rope import their_scaled
@@ -44,7 +44,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "as V2-Lite, tied": {"model.tie_word_embeddings": True, "model.rope_scaling": YARN},
     "wide values, halves": {"model.q_lora_rank": 9, "model.v_head_dim": 18},
 }
-INTERLEAVED = {"as V3": True, "as V2-Lite, tied": True, "wide values, halves": False}
+SPARSE = {
+    "model.q_lora_rank": 12,
+    "model.num_experts": 8,
+    "model.num_experts_per_tok": 3,
+    "model.moe_intermediate_size": 10,
+    "model.n_shared_experts": 2,
+    "model.first_k_dense_replace": 1,
+    "model.scoring_func": "sigmoid",
+    "model.routed_scaling_factor": 2.5,
+    "model.n_group": 4,
+    "model.topk_group": 2,
+    "model.router_bias_update_rate": 0.0,
+}
+MODELS["as V3, sparse"] = SPARSE
+INTERLEAVED = {"as V3": True, "as V2-Lite, tied": True, "wide values, halves": False, "as V3, sparse": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "tp=2 pp=2": (4, {"parallel.tp": 2, "parallel.pp": 2}),
@@ -58,9 +72,22 @@ def their_name(name: str) -> str:
         ("attention_norm", "input_layernorm"),
         ("mlp_norm", "post_attention_layernorm"),
         (".attention.", ".self_attn."),
+        (".moe.router.bias", ".mlp.gate.e_score_correction_bias"),
+        (".moe.router.", ".mlp.gate."),
+        (".moe.", ".mlp."),
     ):
         name = name.replace(old, new)
     return name if name.startswith("lm_head") else f"model.{name}"
+
+
+def part_of(tensors: Any, name: str, model: Model) -> torch.Tensor:
+    """Where a parameter of ours lies among theirs, a view: gate and up of all experts of a layer are one tensor."""
+    theirs = their_name(name)
+    for old, first in ((".experts.gate_proj.weight", True), (".experts.up_proj.weight", False)):
+        if theirs.endswith(old):
+            gate, up = tensors[theirs.replace(old, ".experts.gate_up_proj")].split(model.moe_intermediate_size, dim=1)
+            return gate if first else up
+    return tensors[theirs.replace(".experts.down_proj.weight", ".experts.down_proj")]
 
 
 def their_rows(name: str, model: Model, interleaved: bool) -> np.ndarray | slice:
@@ -88,7 +115,16 @@ def their_config(model: Model, interleaved: bool) -> DeepseekV3Config:
         qk_rope_head_dim=model.qk_rope_head_dim,
         v_head_dim=model.v_head_dim,
         rope_interleave=interleaved,
-        first_k_dense_replace=model.num_hidden_layers,
+        first_k_dense_replace=model.first_k_dense_replace if model.num_experts else model.num_hidden_layers,
+        n_routed_experts=model.num_experts or 8,
+        num_experts_per_tok=model.num_experts_per_tok or 1,
+        moe_intermediate_size=model.moe_intermediate_size or 8,
+        n_shared_experts=model.n_shared_experts or 1,
+        routed_scaling_factor=model.routed_scaling_factor,
+        n_group=model.n_group,
+        topk_group=model.topk_group,
+        norm_topk_prob=model.norm_topk_prob,
+        experts_implementation="eager",
         num_hidden_layers=model.num_hidden_layers,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
@@ -121,14 +157,13 @@ def theirs(config: Config, weights: dict[str, np.ndarray], interleaved: bool) ->
         return angle.cos() * factor, angle.sin() * factor
 
     rows = {name: their_rows(name, config.model, interleaved) for name in weights}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, widened(modeling):
         patch.setattr(modeling.DeepseekV3RMSNorm, "forward", norm)
         patch.setattr(modeling.DeepseekV3RotaryEmbedding, "forward", rotary)
         model = DeepseekV3ForCausalLM(their_config(config.model, interleaved)).to(torch.float64)
-        state = {their_name(name): torch.from_numpy(values[rows[name]]) for name, values in weights.items()}
-        missing, unexpected = model.load_state_dict(state, strict=False)
-        assert not unexpected
-        assert missing == (["lm_head.weight"] if config.model.tie_word_embeddings else [])
+        state = model.state_dict()
+        for name, values in weights.items():
+            part_of(state, name, config.model).copy_(torch.from_numpy(values[rows[name]]))
         inputs, labels = tokens(config)
         logits = model(input_ids=inputs.t()).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), ignore_index=-100)
@@ -136,8 +171,7 @@ def theirs(config: Config, weights: dict[str, np.ndarray], interleaved: bool) ->
     assert logits.dtype == torch.float64
     found, gradients = dict(model.named_parameters()), {}
     for name, values in weights.items():
-        gradient = found[their_name(name)].grad
-        assert gradient is not None
+        gradient = part_of({key: parameter.grad for key, parameter in found.items()}, name, config.model)
         gradients[name] = np.empty_like(values)
         gradients[name][rows[name]] = gradient.numpy()
     opinion = Opinion(logits.detach().numpy(), {"lm": loss.item()}, gradients)

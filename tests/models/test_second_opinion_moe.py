@@ -6,8 +6,7 @@ Their code runs as it is, but for the places where it narrows to float32: those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from compared import Opinion, compare
+from compared import Opinion, compare, widened
 from our_side import ours
 from their_rope import their_config as rope_config
 from transformers.models.mixtral import modeling_mixtral
@@ -68,22 +67,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2 ep=2": (4, {"parallel.tp": 2, "parallel.ep": 2}),
     "cp=2": (2, {"parallel.cp": 2}),
 }
-
-
-class _Wide:
-    """torch, in which float32 is float64."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
-
-
-@contextmanager
-def widened(module: ModuleType) -> Iterator[None]:
-    """What a file of theirs narrows to float32 is float64."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "torch", _Wide())
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        yield
 
 
 def their_classes(config: Config) -> tuple[Any, Any, Any]:

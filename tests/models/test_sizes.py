@@ -73,6 +73,16 @@ def test_what_is_built_is_the_closed_form_and_the_published_count(name: str, tp:
     assert layers == list(range(len(layers)))
 
 
+def test_deepseek_v3_has_the_published_count() -> None:
+    """671,026,419,200 with the biases of the routers of 58 layers, which are no parameters here."""
+    loaded = load(CONFIGS / "deepseek_v3.yaml", [])
+    config = resolve(loaded.config, 1024)
+    sizes = load_family(config.model.family)(config).sizes()
+    assert sizes.parameters == 671_026_419_200 - 58 * 256
+    assert round(sizes.active_parameters / 1e9) == 38  # 37 without the embedding, as the report counts
+    assert round((sizes.active_parameters - 129_280 * 7168) / 1e9) == 37
+
+
 def test_405b_has_the_published_count() -> None:
     total, layers, closed = built("llama3_405b", 8, 2, 1)
     assert total == closed == PUBLISHED["llama3_405b"]

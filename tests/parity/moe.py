@@ -17,6 +17,13 @@ SIZES = {
 TERMS = {"model.router_aux_loss_coef": 0.1, "model.router_z_loss_coef": 0.01}
 QWEN3 = {"model.family": "qwen3_moe", **SIZES, **TERMS}
 MIXTRAL = {"model.family": "mixtral", **SIZES, **TERMS, "model.num_experts": 4}
+DEEPSEEK = {
+    "model.family": "deepseek_v3", "model.num_key_value_heads": None, "model.q_lora_rank": 12, "model.kv_lora_rank": 10,
+    "model.qk_nope_head_dim": 6, "model.qk_rope_head_dim": 4, "model.v_head_dim": 7, "model.num_experts": 8,
+    "model.num_experts_per_tok": 2, "model.moe_intermediate_size": 20, "model.n_shared_experts": 1,
+    "model.first_k_dense_replace": 1, "model.scoring_func": "sigmoid", "model.n_group": 4, "model.topk_group": 2,
+    "model.router_bias_update_rate": 0.05, **TERMS,
+}  # fmt: skip
 SHARED = {"model.n_shared_experts": 2}
 SOME = {"model.mlp_only_layers": (0, 2)}
 SIGMOID = {
@@ -64,13 +71,15 @@ def cover() -> list[Cell]:
         cell(QWEN3, {"pp": 2, "ep": 2}, {"pipeline.schedule": "dualpipe"}, FULL, BIASED, {"batch.micro_size": 1}),
         cell(QWEN3, {"pp": 2, "tp": 2, "ep": 2}, SP, {"pipeline.schedule": "1f1b"}, SIGMOID, SHARED),
         cell(MIXTRAL, {"ep": 2}, {"optimizer.name": "muon"}),
+        cell(DEEPSEEK, {"tp": 2, "ep": 2}, SP, folded("ep"), SELECTIVE),
+        cell(DEEPSEEK, {"pp": 2, "ep": 2}, {"pipeline.schedule": "dualpipe_v", "batch.micro_size": 1}),
         cell(QWEN3, {"cp": 2}, BIASED, {"context.pad": True, "batch.sequence_length": 13}),
     ]
 
 
 def matrix() -> Iterator[Cell]:
     """What `make prove` runs: folds × sequence parallelism × routers × recomputation, with pp, cp, dp and ZeRO."""
-    variants = [dict(QWEN3), {**QWEN3, **SHARED, **SIGMOID, **BIASED}, {**MIXTRAL, **RAW, **TIED, **SOME}]
+    variants = [dict(QWEN3), {**QWEN3, **SHARED, **SIGMOID, **BIASED}, {**MIXTRAL, **RAW, **TIED, **SOME}, DEEPSEEK]
     folds: list[tuple[dict[str, int], dict[str, Any]]] = [
         ({"ep": 2}, {}),
         ({"ep": 4}, {}),

@@ -1,19 +1,21 @@
-"""DeepSeek-V3: multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V3, §2.1), here with dense layers."""
+"""DeepSeek-V2 and V3: multi-head latent attention, and experts behind the first layers (DeepSeek-AI 2024, §2.1)."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from ultrascale.models.llama import Llama
+from ultrascale.models.mixtral import Mixtral
 from ultrascale.models.mla import MultiHeadLatentAttention
+from ultrascale.models.moe import MoEBlock
+from ultrascale.models.sizes import Sizes, llama_sizes
 from ultrascale.models.transformer import AttentionLayer, Block
 
 
-class DeepSeekBlock(Block):
+class DeepSeekBlock(MoEBlock):
     attention_class: ClassVar[type[AttentionLayer]] = MultiHeadLatentAttention
 
 
-class DeepSeekV3(Llama):
+class DeepSeekV3(Mixtral):
     """Models with the attention of DeepSeek-V2 and V3.
 
     Rotation is half-split here, as for every family. The published weights pair neighbouring features
@@ -22,3 +24,6 @@ class DeepSeekV3(Llama):
     """
 
     block: ClassVar[type[Block]] = DeepSeekBlock
+
+    def sizes(self) -> Sizes:
+        return super().sizes() if self.config.model.num_experts else llama_sizes(self.config)
