@@ -42,6 +42,7 @@ MODEL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "intermediate_size": 128,
     "vocab_size": 257,
     "num_experts": 8,
     "num_experts_per_tok": 2,

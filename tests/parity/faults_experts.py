@@ -1,0 +1,117 @@
+"""Faults of experts: where they are, how tokens come back, what balances routers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from fault_registry import Patch, fault
+
+from ultrascale.models import moe
+from ultrascale.parallel.experts.dispatch import Dispatch
+from ultrascale.parallel.experts.load import ExpertLoad
+from ultrascale.parallel.experts.router import Router
+from ultrascale.parallel.layout import Layout
+
+
+@fault
+def experts_are_summed_over_all_replicas_of_dense_layers() -> Patch:
+    """Gradients of different experts are added, as if each rank held the same ones."""
+    original = Layout.gradient_axes
+
+    def dense(self: Layout, mesh: Any) -> tuple[str, ...]:
+        return mesh.expand(("dp", "ep", "cp")) if "experts" in self.name else original(self, mesh)
+
+    return patch.object(Layout, "gradient_axes", dense)
+
+
+@fault
+def routers_are_taken_for_replicated_over_tp() -> Patch:
+    """The router's gradient stays each tp rank's own, though each sees other tokens."""
+    original = Layout.gradient_axes
+
+    def without_tp(self: Layout, mesh: Any) -> tuple[str, ...]:
+        axes = original(self, mesh)
+        return tuple(a for a in axes if not a.startswith("kv_")) if "router" in self.name else axes
+
+    return patch.object(Layout, "gradient_axes", without_tp)
+
+
+@fault
+def outputs_of_experts_are_not_weighted() -> Patch:
+    """Combine forgets the router's weights."""
+    original = Router.forward
+
+    def unweighted(self: Router, *args: Any) -> Any:
+        routing = original(self, *args)
+        return dataclasses.replace(routing, weights=torch.ones_like(routing.weights))
+
+    return patch.object(Router, "forward", unweighted)
+
+
+@fault
+def balance_counts_only_tokens_of_this_rank() -> Patch:
+    """The auxiliary loss takes local counts for those of the whole row."""
+    original = moe.balance_sum
+
+    def local(routing: Any, rows: int, per_row: int, row_group: Any) -> torch.Tensor:
+        alone = dataclasses.replace(row_group, ranks=(row_group.ranks[row_group.index],), index=0)
+        return original(routing, rows, per_row, alone)
+
+    return patch.object(moe, "balance_sum", local)
+
+
+@fault
+def auxiliary_terms_are_scaled_by_the_number_of_ranks() -> Patch:
+    """Each rank's gradient of the auxiliary loss is that of the whole."""
+    original = moe.reduce_from
+    return patch.object(moe, "reduce_from", lambda term, group: original(term, group) * group.size)
+
+
+@fault
+def rows_come_back_in_the_order_of_experts() -> Patch:
+    """The way back forgets that rows were sorted by expert on arrival."""
+    original = Dispatch.to_tokens
+
+    def unsorted(self: Dispatch, y: torch.Tensor, route: Any) -> torch.Tensor:
+        return original(self, y, dataclasses.replace(route, by_expert=torch.arange(route.by_expert.numel())))
+
+    return patch.object(Dispatch, "to_tokens", unsorted)
+
+
+@fault
+def tokens_are_counted_again_when_recomputed() -> Patch:
+    """What a forward counts is added up, and recomputation is a forward: the layers of a recomputed block twice."""
+
+    def record(self: ExpertLoad, layer: int, micro_batch: int, counts: torch.Tensor) -> None:
+        known = self._seen.get((layer, micro_batch))
+        # Twice the same would leave every sign as it is; tokens of early micro-batches count twice, as under 1F1B.
+        self._seen[layer, micro_batch] = counts if known is None else known + counts * (micro_batch == 0)
+
+    return patch.object(ExpertLoad, "record", record)
+
+
+@fault
+def routers_are_balanced_by_local_counts() -> Patch:
+    """Each rank moves its biases by what its own tokens chose."""
+    original = ExpertLoad.collect
+
+    def collect(self: ExpertLoad, world: Any) -> torch.Tensor:
+        alone = dataclasses.replace(world, ranks=(world.ranks[world.index],), index=0)
+        return original(self, alone)
+
+    return patch.object(ExpertLoad, "collect", collect)
+
+
+@fault
+def biases_are_held_in_bfloat16() -> Patch:
+    """Biases follow the weights into the compute dtype, where small steps are lost."""
+    original = Router.balance
+
+    def balance(self: Router, counts: torch.Tensor) -> None:
+        original(self, counts)
+        self.bias.copy_(self.bias.to(torch.bfloat16))
+
+    return patch.object(Router, "balance", balance)
