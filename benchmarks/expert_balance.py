@@ -103,6 +103,12 @@ def figures(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def picture(curves: dict[str, list[float]]) -> str:
+    """SVG of the runs in DRAWN."""
+    series = {name: list(enumerate(curves[name], 1)) for name in DRAWN if name in curves}
+    return line_chart("load of the worst layer", series) + "\n"
+
+
 def one_line_each(report: dict[str, Any]) -> str:
     """JSON with a line for each run, and not for each of its steps."""
     parts = []
@@ -149,9 +155,7 @@ def main() -> int:
         }
         report = {"machine": machine, "seed": arguments.seed, "figures": found, "load_of_worst_layer": curves}
         arguments.output.write_text(one_line_each(report))
-        series = {name: list(enumerate(curves[name], 1)) for name in DRAWN if name in curves}
-        picture = line_chart("busiest expert over the mean, worst layer", series)
-        arguments.output.with_suffix(".svg").write_text(picture + "\n")
+        arguments.output.with_suffix(".svg").write_text(picture(curves))
     return 0
 
 

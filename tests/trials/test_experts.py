@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -214,18 +215,25 @@ def test_experts_that_change_nothing_give_the_weighted_sum_of_the_tokens_bit_for
             assert came == expected, f"rank {rank}: layer {number} of those here"
 
 
-@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
-def test_counts_are_those_of_the_tokens_that_are_text(layout: str) -> None:
-    """With sequences that are filled unevenly; under cp a rank holds nothing but padding of some of them."""
-    filled = [LENGTH, 3, 1, 2, 16, 5, 2, 1]
-    world, axes = {"one": (1, {}), **LAYOUTS}[layout]
+FILLED = [LENGTH, 3, 1, 2, 16, 5, 2, 1]
+"""Tokens of text of each sequence."""
+
+
+@pytest.fixture(scope="module")
+def unevenly_filled() -> list[Seen]:
+    return steps(1, AUX, texts(1, FILLED), FILLED)
+
+
+@pytest.mark.parametrize("layout", ["one micro-batch", *LAYOUTS])
+def test_counts_are_those_of_the_tokens_that_are_text(layout: str, unevenly_filled: list[Seen]) -> None:
+    """Under cp a rank holds nothing but padding of some sequences."""
+    world, axes = {"one micro-batch": (1, {"batch.micro_size": 8}), **LAYOUTS}[layout]
     contiguous = {"context.split": "contiguous"} if "cp" in layout else {}
-    found = steps(world, {**axes, **AUX, **contiguous}, texts(1, filled), filled)
-    expected = steps(1, AUX, texts(1, filled), filled)
+    found = steps(world, {**axes, **AUX, **contiguous}, texts(1, FILLED), FILLED)
     for seen in found:
-        assert seen.loads == expected[0].loads
-        assert [sum(layer) for layer in seen.loads[0]] == [K * sum(filled)] * 2
-    compare(expected, found)
+        assert seen.loads == unevenly_filled[0].loads
+        assert [sum(layer) for layer in seen.loads[0]] == [K * sum(FILLED)] * 2
+    compare(unevenly_filled, found)
 
 
 @pytest.mark.parametrize("layout", ["ep 2", "cp 2 on experts", "tp 2 in experts, sp"])
@@ -257,13 +265,19 @@ WAYS = {
 }
 
 
+CLIPPED = {"optimizer.max_norm": 0.1}
+
+
+@pytest.fixture(scope="module")
+def clipped() -> list[Seen]:
+    return steps(1, CLIPPED, texts(2))
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_cut_experts_over_four_ranks_have_one_norm_and_one_update(way: str) -> None:
+def test_ways_to_cut_experts_over_four_ranks_have_one_norm_and_one_update(way: str, clipped: list[Seen]) -> None:
     """Clipped, so that an expert that is missing from the norm, or counted twice, changes the step."""
-    clipped = {"optimizer.max_norm": 0.1}
-    expected = steps(1, clipped, texts(3))
-    assert min(expected[0].norms) > 0.2
-    compare(expected, steps(4, {**WAYS[way], **clipped}, texts(3)))
+    assert min(clipped[0].norms) > 0.2
+    compare(clipped, steps(4, {**WAYS[way], **CLIPPED}, texts(2)))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -310,13 +324,17 @@ def test_the_router_has_the_gradient_that_autograd_finds_in_the_auxiliary_terms(
     assert float(weight.grad.abs().max()) > 1e-6
 
 
+@pytest.fixture(scope="module")
+def terms_alone() -> list[Seen]:
+    return steps(1, {**AUX, "batch.micro_size": 8}, texts(1, [0] * 8))
+
+
 @pytest.mark.parametrize("layout", ["four micro-batches", *LAYOUTS])
-def test_auxiliary_gradients_alone_do_not_depend_on_the_layout(layout: str) -> None:
+def test_auxiliary_gradients_alone_do_not_depend_on_the_layout(layout: str, terms_alone: list[Seen]) -> None:
     world, axes = {"four micro-batches": (1, {}), **LAYOUTS}[layout]
-    expected = steps(1, {**AUX, "batch.micro_size": 8}, texts(1, [0] * 8))
-    assert expected[0].reports[0]["lm_loss"] == 0.0
+    assert terms_alone[0].reports[0]["lm_loss"] == 0.0
     found = steps(world, {**axes, **AUX}, texts(1, [0] * 8))
-    compare(expected, found)
+    compare(terms_alone, found)
     routers = [values for name, values in gradients(found).items() if "router" in name]
     assert len(routers) == 2
     assert all(np.abs(values).max() > 1e-6 for values in routers)
@@ -338,9 +356,8 @@ def test_counts_biases_and_terms_are_exact_in_every_layout(layout: str) -> None:
         "pp 2, recomputed, evaluated between steps": (2, {"parallel.pp": 2, **full}),
     }
     world, axes = (LAYOUTS | further)[layout]
-    settings = {**BIASED, **AUX}
-    loads, biases, ranges, reports = counted_by_hand(settings)
-    for seen in steps(world, {**axes, **settings}, texts(3), evaluates="evaluated" in layout):
+    loads, biases, ranges, reports = counted_by_hand()
+    for seen in steps(world, {**axes, **BIASED, **AUX}, texts(3), evaluates="evaluated" in layout):
         assert seen.loads == loads
         assert seen.biases.items() <= biases.items()
         assert seen.biases
@@ -349,9 +366,10 @@ def test_counts_biases_and_terms_are_exact_in_every_layout(layout: str) -> None:
             assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
-def counted_by_hand(settings: Mapping[str, Any]) -> tuple[Any, dict[str, bytes], Any, Any]:
+@cache
+def counted_by_hand() -> tuple[Any, dict[str, bytes], Any, Any]:
     """Counts, biases after the last step, ranges of biases at each step and terms, of one process."""
-    assembly = assembled(config_of({**MOE, **settings}))
+    assembly = assembled(config_of({**MOE, **BIASED, **AUX}))
     routers = modules(assembly, Router)
     biases = {router: torch.zeros(EXPERTS, dtype=torch.float64) for router in routers}
     loads, ranges, reports = [], [], []

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments and example of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Write one HTML page about a run that is over or still going on: curves, timeline as it ran beside the\n"
-        "predicted one, memory, traffic, stragglers, events. It loads nothing, so it can be mailed as it is."
+        "Write one HTML page about a run that is over or still going on: curves, experts, timeline as it ran beside\n"
+        "the predicted one, memory, traffic, stragglers, events. It loads nothing, so it can be mailed as it is."
     )
     parser.epilog = "example:\n  ultrascale report runs/debug --out report.html"
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder (run.dir)")

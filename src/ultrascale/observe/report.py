@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run: curves, timeline, memory, traffic, stragglers, events."""
+"""One self-contained HTML page about a run: curves, experts, timeline, memory, traffic, stragglers, events."""
 
 from __future__ import annotations
 
