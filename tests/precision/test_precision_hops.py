@@ -102,7 +102,7 @@ def test_sums_and_norms_of_bfloat16_are_float32_or_wider(monkeypatch: pytest.Mon
     assembly.gradients.finish()
     assert {value.dtype for output in outputs for value in output.values()} == {torch.float32}
     assert set(tables) == {torch.float32}
-    assert assembly.stages[0].frequency.dtype == torch.float64  # type: ignore[attr-defined]
+    assert assembly.stages[0].frequency.inverse.dtype == torch.float64  # type: ignore[attr-defined]
     assert assembly.gradients.square_sum().dtype == torch.float64
     for bucket in assembly.gradients.buckets:
         assert bucket.weights.dtype == torch.bfloat16

@@ -86,7 +86,7 @@ EFFECTIVE = {
     "model.scoring_func": Changed("sigmoid", 1, MOE),
     "model.routed_scaling_factor": Changed(2.0, 1, MOE),
     "model.n_group": Changed(2, 1, MOE),
-    "model.topk_group": Changed(2, 1, {**MOE, "model.n_group": 4, "model.num_experts_per_tok": 1}),
+    "model.topk_group": Changed(2, 1, {**MOE, "model.n_group": 2}),
     "model.decoder_sparse_step": Changed(2, 1, MOE),
     "model.mlp_only_layers": Changed((0,), 1, MOE),
     "model.first_k_dense_replace": Changed(1, 1, MOE),
