@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -29,6 +29,18 @@ class Opinion:
     """Terms of the loss, each divided by its denominator and not yet weighed."""
     gradients: Mapping[str, np.ndarray]
     """By our names of the parameters."""
+
+
+def cover(models: Iterable[str], layouts: Iterable[str]) -> list[Any]:
+    """(model, layout): each model under the first layout and one of the others, in turn; the rest for `make prove`."""
+    first, *others = layouts
+    cases = []
+    for number, model in enumerate(models):
+        kept = (first, others[number % len(others)])
+        for layout in (first, *others):
+            marks = () if layout in kept else (pytest.mark.prove,)
+            cases.append(pytest.param(model, layout, marks=marks, id=f"{model}-{layout}"))
+    return cases
 
 
 class _Wide:

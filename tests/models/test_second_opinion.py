@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from compared import Opinion, compare
+from compared import Opinion, compare, cover
 from our_side import ours
 from their_rope import their_config as rope_config
 from their_rope import their_scaled
@@ -180,8 +180,7 @@ def reference(model: str) -> tuple[dict[str, np.ndarray], Opinion]:
     return weights, theirs(config, weights)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), cover(MODELS, LAYOUTS))
 def test_transformers_gives_the_same_logits_loss_and_gradients(model: str, layout: str) -> None:
     world, overrides = LAYOUTS[layout]
     config = model_config(model, overrides, world)

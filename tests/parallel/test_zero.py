@@ -278,7 +278,8 @@ def _memory(context: Context, config: Config) -> Memory:
         gathered = sum(flat.nbytes for _, flat in weights_._gathering.values())
         if config.parallel.zero_stage == 3:
             gathered += sum(b.weights.nbytes for b in store.buckets if b.weights is not None)
-        peak_of_gradients = max(peak_of_gradients, live_bytes() - gathered)
+        if _visible_bytes() - gathered > peak_of_gradients:
+            peak_of_gradients = max(peak_of_gradients, live_bytes() - gathered)
 
     gradients._issue = issued  # type: ignore[method-assign]
     for step in (1, 2):

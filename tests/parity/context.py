@@ -8,12 +8,14 @@ from typing import Any
 
 from cells import Cell
 
+TWO_LAYERS = {"model.num_hidden_layers": 2}
+"""What is at stake is inside a layer."""
 METHODS = ("ring", "allgather", "ulysses", "hybrid")
 CAUSAL: dict[str, Any] = {}
 WINDOW = {"model.sliding_window": 5}
 SOME_LAYERS = {
     "model.sliding_window": 3,
-    "model.layer_types": ("sliding_attention", "full_attention", "sliding_attention", "sliding_attention"),
+    "model.layer_types": ("sliding_attention", "full_attention"),
 }
 DOCUMENTS = {"data.document_mask": True, "data.reset_positions": True}
 MASKS = {"causal": CAUSAL, "window": WINDOW, "documents": DOCUMENTS, "both": {**WINDOW, **DOCUMENTS}}
@@ -33,6 +35,8 @@ def cell(method: str, cp: int, *more: dict[str, Any]) -> Cell:
         overrides["context.ulysses_size"] = 2
     for part in more:
         overrides |= part
+    if overrides.get("parallel.pp", 1) == 1:
+        overrides |= TWO_LAYERS
     world = cp
     for axis in ("dp", "tp", "pp"):
         world *= overrides.get(f"parallel.{axis}", 1)
@@ -44,18 +48,14 @@ def cover() -> list[Cell]:
     return [
         Cell(1, {**WINDOW, "recompute.mode": "selective"}),
         Cell(1, {**DOCUMENTS, "batch.micro_size": 4, "kernels.attention": "reference"}),
-        cell("ring", 2, FULL, TIED),
         cell("ring", 4, DOCUMENTS, SELECTIVE),
-        cell("ring", 4, WINDOW, CONTIGUOUS),
         cell("ring", 2, TP, DOCUMENTS, {"model.num_key_value_heads": 1}),
         cell("ring", 2, PP, WINDOW, TIED, PADDED),
         cell("ring", 2, {"parallel.dp": 2, "parallel.zero_stage": 3, "batch.micro_size": 1}, DOCUMENTS),
-        cell("allgather", 2, PP, DOCUMENTS),
+        cell("allgather", 2, TP, PP, CONTIGUOUS, DOCUMENTS),
         cell("allgather", 4, SOME_LAYERS, PADDED, FULL),
-        cell("allgather", 2, TP, CONTIGUOUS),
         cell("ulysses", 4, DOCUMENTS, {"model.num_key_value_heads": 1}),
-        cell("ulysses", 2, TP, WINDOW, FULL),
-        cell("ulysses", 2, PP, {"pipeline.schedule": "zb_h1"}),
+        cell("ulysses", 2, PP, FULL, WINDOW, {"pipeline.schedule": "zb_h1"}),
         cell("hybrid", 4, {**WINDOW, **DOCUMENTS}),
         cell("hybrid", 4, CONTIGUOUS, SELECTIVE, {"model.num_key_value_heads": 4}),
         # Ranks that have different messages wait equally often, or what runs beside them is issued in another order.
