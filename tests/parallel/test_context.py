@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -168,6 +169,10 @@ def test_messages_need_no_tags(cp: int) -> None:
     assert all(np.array_equal(values, alone[name]) for name, values in tagged.items())
 
 
+BLOCKS = 4
+"""Of others: two with keys and values, and of two the gradients."""
+
+
 def _most_blocks(context: Context, config: Config) -> int:
     """Blocks of other ranks that are held at once, while attention is computed."""
     held: list[weakref.ref[torch.Tensor]] = []
@@ -178,7 +183,10 @@ def _most_blocks(context: Context, config: Config) -> int:
         nonlocal most
         held.extend(weakref.ref(message.tensor) for message in messages if not message.sends)
         pending = original(messages, group)
-        most = max(most, sum(ref() is not None for ref in held))
+        deadline = time.monotonic() + 2.0
+        while (here := sum(ref() is not None for ref in held)) > BLOCKS and time.monotonic() < deadline:
+            time.sleep(0.001)  # a thread of the transport lets go of a finished call a moment later
+        most = max(most, here)
         return pending
 
     with pytest.MonkeyPatch.context() as patch:
@@ -189,7 +197,7 @@ def _most_blocks(context: Context, config: Config) -> int:
 
 def test_no_rank_holds_more_than_two_blocks_of_others_and_their_gradients() -> None:
     config = config_of({**SIZE, **cut_over(4, "ring")}, 4)
-    assert all(2 <= most <= 4 for most in pool(4).run(_most_blocks, config))
+    assert all(2 <= most <= BLOCKS for most in pool(4).run(_most_blocks, config))
 
 
 def test_the_models_window_is_what_documents_are_balanced_by() -> None:
