@@ -8,6 +8,7 @@ logit as log-sum-exp.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -74,17 +75,18 @@ def even_heads(multiple: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-class TileByTile:
+class TileByTile(ABC):
     """An implementation that computes one tile at a time, of the three kinds that `Tile.simple` has."""
 
     name = ""
 
+    @abstractmethod
     def tile_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward` of one tile, whose queries, keys and rows are all that is handed in."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tile_backward(
         self,
         dout: torch.Tensor,
@@ -97,7 +99,6 @@ class TileByTile:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`backward` of one tile."""
-        raise NotImplementedError
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Sequence[Tile], scale: float

@@ -5,6 +5,7 @@ What the implementations have in common: tiles become packed sequences (`rounds`
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,17 +41,18 @@ class Call:
     most_keys: int
 
 
-class VarlenAttention:
+class VarlenAttention(ABC):
     """bfloat16 and float16 on CUDA; grouped heads; any head sizes up to 256, padded to a common multiple of 8."""
 
     name = ""
 
+    @abstractmethod
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [queries, heads, dim], k and v [keys, kv_heads, dim] → output as q, log-sum-exp wide [heads, queries]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_backward(
         self,
         dout: torch.Tensor,
@@ -63,7 +65,6 @@ class VarlenAttention:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk and dv of the call, as q, k and v; `lse` is contiguous."""
-        raise NotImplementedError
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Sequence[Tile], scale: float
