@@ -125,6 +125,7 @@ def step_batch_of(
             labels=(inputs if labels is None else labels)[:, part].numpy(),
             positions=np.repeat(np.arange(inputs.shape[0])[:, None], size, axis=1),
             further_labels=(),
+            further_inputs=(),
             samples=np.arange(start, start + size),
             documents=None if documents is None else tuple(documents[part]),
             padding=np.zeros(size, np.int64),

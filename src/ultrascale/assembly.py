@@ -16,7 +16,7 @@ from ultrascale.kernels.choice import attention_backend
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import GroupSpec, group_plan
 from ultrascale.models.family import Family, StageModule, load_family
-from ultrascale.models.sizes import is_sparse
+from ultrascale.models.sizes import all_layers, is_sparse, tied_on
 from ultrascale.optim.groups import uses
 from ultrascale.optim.optimizer import Optimizer, make_optimizer
 from ultrascale.parallel.bucket_size import bucket_bytes
@@ -62,8 +62,8 @@ def parameter_holders(config: Config, plan: Plan) -> dict[int | str, tuple[int, 
     holders: dict[int | str, tuple[int, ...]] = {
         stage: tuple(sorted(ranks)) for stage, ranks in enumerate(plan.placement)
     }
-    if config.model.tie_word_embeddings:
-        holders["word_embeddings"] = tuple(sorted({*plan.placement[0], *plan.placement[-1]}))
+    for tie, stages in tied_on(config.model).items():
+        holders[tie] = tuple(sorted({rank for stage in stages for rank in plan.placement[stage]}))
     return holders
 
 
@@ -132,7 +132,7 @@ def _expert_groups(config: Config, mesh: Mesh, rank: int, groups: Groups) -> Exp
 def _expert_load(config: Config, device: torch.device) -> ExpertLoad:
     model = config.model
     assert model.num_experts is not None
-    layers = [layer for layer in range(model.num_hidden_layers) if is_sparse(model, layer)]
+    layers = [layer for layer in all_layers(model) if is_sparse(model, layer)]
     return ExpertLoad(layers, model.num_experts, device)
 
 
@@ -250,7 +250,8 @@ def check_build(assembly: Assembly) -> int:
     if layers != list(range(configured)):
         raise BuildError(f"the stages hold layers {layers}, not each of the {configured} configured ones once")
     total = sum(gather_json(held, assembly.groups.world))
-    expected = assembly.family.sizes().parameters
+    sizes = assembly.family.sizes()
+    expected = sizes.parameters + sizes.mtp_parameters
     if total != expected:
         raise BuildError(f"{total:,} parameters were built; the closed form of the model says {expected:,}")
     return total

@@ -12,6 +12,7 @@ import torch
 from ultrascale.assembly import Assembly
 from ultrascale.comm import collectives
 from ultrascale.data.loader import MicroArrays
+from ultrascale.models import mtp
 from ultrascale.models.batch import MicroBatch, Padding, StepBatch
 from ultrascale.models.moe import balance_routers
 from ultrascale.observe.memory import peak_memory
@@ -74,6 +75,7 @@ def micro_batch(assembly: Assembly, arrays: MicroArrays) -> MicroBatch:
     return MicroBatch(
         inputs=own(arrays.inputs, 0),
         labels=tuple(own(labels, NO_TARGET) for labels in (arrays.labels, *arrays.further_labels)),
+        further_inputs=tuple(own(ids, 0) for ids in arrays.further_inputs),
         positions=own(arrays.positions, 0),
         documents=documents,
         padding=real,
@@ -81,16 +83,19 @@ def micro_batch(assembly: Assembly, arrays: MicroArrays) -> MicroBatch:
 
 
 def with_denominators(assembly: Assembly, micro_batches: Sequence[MicroBatch]) -> StepBatch:
-    """Counts targets, tokens and rows of the global batch, in one small all-reduce, before anything is computed."""
-    targets = sum(int((m.labels[0] != NO_TARGET).sum()) for m in micro_batches)
+    """Counts targets (of each depth), tokens and rows of the global batch, in one small all-reduce, before anything is
+    computed."""
+    depths = range(assembly.config.model.num_nextn_predict_layers)
+    names = ["targets", *(mtp.targets(depth) for depth in depths), "tokens", "rows"]
+    targets = [sum(int((m.labels[i] != NO_TARGET).sum()) for m in micro_batches) for i in range(1 + len(depths))]
     first = assembly.mesh.index(assembly.rank, ["cp"]) == 0  # all cp ranks hold parts of the same rows
     rows = sum(m.inputs.shape[1] for m in micro_batches) if first else 0
     tokens = sum(m.inputs.numel() if m.padding is None else int(m.padding.real.sum()) for m in micro_batches)
-    counts = torch.tensor([targets, tokens, rows], dtype=torch.int64, device=assembly.device)
+    counts = torch.tensor([*targets, tokens, rows], dtype=torch.int64, device=assembly.device)
     group = assembly.groups.of(["dp", "ep", "cp"])
     with group.ledger.during("batch"):
         collectives.all_reduce(counts, group).wait()
-    return StepBatch(micro_batches, dict(zip(("targets", "tokens", "rows"), counts.tolist(), strict=True)))
+    return StepBatch(micro_batches, dict(zip(names, counts.tolist(), strict=True)))
 
 
 def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: Callable[[], bool] = lambda: False) -> StepResult:

@@ -45,7 +45,7 @@ from ultrascale.data.loader import Data, differences
 from ultrascale.mesh.axes import Mesh
 from ultrascale.mesh.groups import describe
 from ultrascale.models.family import FamilyError
-from ultrascale.models.sizes import mean_keys
+from ultrascale.models.sizes import all_layers, mean_keys
 from ultrascale.observe import mfu
 from ultrascale.observe.console import Console, StartUp
 from ultrascale.observe.expert_load import balance_figures
@@ -272,7 +272,7 @@ class Trainer:
         if config.profile.timeline:
             assembly.engine.timeline = []
         sizes = assembly.family.sizes()
-        keys = mean(mean_keys(config, layer) for layer in range(config.model.num_hidden_layers))
+        keys = mean(mean_keys(config, layer) for layer in all_layers(config.model))
         self._flops_per_token = mfu.flops_per_token(sizes.matmul_parameters, sizes.attention_width, keys)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         self._peak = mfu.peak_flops(name, config.precision.compute)

@@ -159,6 +159,7 @@ OTHER = {
     "model.rope_scaling": "{rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, "
     "original_max_position_embeddings: 64}",
     "model.initializer_range": "0.01", "model.depth_scaled_init": "true", "model.label_smoothing": "0.1",
+    "model.num_nextn_predict_layers": "1", "model.mtp_loss_coefficient": "0.1",
     "model.z_loss_coefficient": "1e-4", "model.options": "{a: 1}",
     "parallel.dp": "2", "parallel.tp": "2", "parallel.cp": "2", "parallel.pp": "2", "parallel.ep": "2",
     "parallel.order": "[dp,pp,ep,cp,tp]", "parallel.zero_stage": "1", "parallel.sequence_parallel": "true",

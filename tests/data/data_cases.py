@@ -47,7 +47,7 @@ def config(
             }
         ),
         batch=SimpleNamespace(global_size=global_size, micro_size=micro_size, sequence_length=sequence_length),
-        model=SimpleNamespace(vocab_size=vocab_size),
+        model=SimpleNamespace(vocab_size=vocab_size, num_nextn_predict_layers=0),
         run=SimpleNamespace(seed=seed),
         parallel=SimpleNamespace(dp=dp, ep=ep, cp=1),
     )

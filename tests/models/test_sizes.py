@@ -74,11 +74,13 @@ def test_what_is_built_is_the_closed_form_and_the_published_count(name: str, tp:
 
 
 def test_deepseek_v3_has_the_published_count() -> None:
-    """671,026,419,200 with the biases of the routers of 58 layers, which are no parameters here."""
+    """671,026,419,200 with the biases of the routers of 58 layers, which are no parameters here; and 11.6 billion
+    in the layer of multi-token prediction, of which DeepSeek says 11.5."""
     loaded = load(CONFIGS / "deepseek_v3.yaml", [])
     config = resolve(loaded.config, 1024)
     sizes = load_family(config.model.family)(config).sizes()
     assert sizes.parameters == 671_026_419_200 - 58 * 256
+    assert round(sizes.mtp_parameters / 1e8) == 116
     assert round(sizes.active_parameters / 1e9) == 38  # 37 without the embedding, as the report counts
     assert round((sizes.active_parameters - 129_280 * 7168) / 1e9) == 37
 
@@ -139,4 +141,5 @@ def test_total_and_active_parameters_of_a_mixture_are_the_published_ones(name: s
         matmul_parameters=sizes.active_parameters - norms - embedding,
         attention_width=published.layers * 2 * 128 * published.heads,
         active_parameters=sizes.active_parameters,
+        mtp_parameters=0,
     )

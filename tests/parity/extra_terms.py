@@ -8,7 +8,7 @@ import torch
 
 from ultrascale.models.batch import MicroBatch
 from ultrascale.models.llama import Llama
-from ultrascale.models.transformer import Stage
+from ultrascale.models.stage import Stage
 from ultrascale.parallel.module import Build
 from ultrascale.parallel.objective import Term
 from ultrascale.parallel.passes import Pass

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import faults_context  # noqa: F401  (the siblings fill the register too)
 import faults_experts  # noqa: F401
+import faults_further  # noqa: F401
 import faults_latent  # noqa: F401
 import torch
 from fault_registry import FAULTS, Patch, fault, seeded

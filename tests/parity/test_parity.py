@@ -6,6 +6,7 @@ import context
 import faults
 import mla
 import moe
+import mtp
 import pytest
 import schedules
 import zero
@@ -119,6 +120,11 @@ def test_latent_attention_equals_one_process(cell: Cell) -> None:
     holds(cell)
 
 
+@pytest.mark.parametrize("cell", mtp.cover(), ids=str)
+def test_multi_token_prediction_equals_one_process(cell: Cell) -> None:
+    holds(cell)
+
+
 DP2 = Cell(2, {"parallel.dp": 2})
 TP2_SP = Cell(2, {"parallel.tp": 2, **SP})
 TP2_ONE_KV_HEAD = Cell(2, {"parallel.tp": 2, **NO_SP, "model.num_key_value_heads": 1})  # on both ranks
@@ -129,6 +135,7 @@ ZB_V = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "zb_v"})
 DUALPIPE = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "dualpipe", **TIED})
 EP2, MOE_TP2 = moe.cell(moe.QWEN3, {"ep": 2}), moe.cell(moe.QWEN3, {"tp": 2}, moe.SP)
 RING2, RING4 = context.cell("ring", 2), context.cell("ring", 4)
+MTP_PP2, MTP_CP2 = mtp.cell(mtp.pp("1f1b")), mtp.cell(mtp.cp("ring"), mtp.tp(mtp.SP), context.DOCUMENTS)
 MLA_SP, MLA_NO_SP = (mla.cell(mla.tp(2, form)) for form in (mla.SP, mla.NO_SP))
 FAULTS = [
     ("experts_are_summed_over_all_replicas_of_dense_layers", EP2, r"gradients of .*experts"),
@@ -188,6 +195,12 @@ FAULTS = [
     ("gradients_of_the_shared_key_are_not_summed", MLA_NO_SP, r"gradients of .*kv_a_proj_with_mqa\.weight"),
     ("gradients_of_latents_are_not_summed", MLA_NO_SP, r"gradients of .*_a_(proj|layernorm)"),
     ("weights_that_make_latents_keep_their_own_tokens_gradients", MLA_SP, r"gradients of .*_a_proj"),
+    ("ties_are_forgotten", MTP_PP2, r"gradients of embed_tokens\.weight"),
+    ("second_use_of_a_tied_parameter_overwrites_the_first", mtp.cell(mtp.FULL), r"gradients of embed_tokens\.weight"),
+    ("depths_are_numbered_backwards_under_a_pipeline", MTP_PP2, r"gradients of \w"),
+    ("tokens_ahead_are_read_from_this_ranks_own", MTP_CP2, r"gradients of \w"),
+    ("losses_of_further_tokens_are_divided_by_local_counts", MTP_CP2, r"gradients of \w"),
+    ("projections_are_taken_for_used_alike_over_tp", MTP_CP2, r"gradients of mtp\.\d\.eh_proj\.weight"),
     (
         "pieces_of_matrices_are_made_orthogonal",
         Cell(2, {"parallel.tp": 2, **SP, "optimizer.name": "muon"}),

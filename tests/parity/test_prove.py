@@ -18,6 +18,7 @@ from typing import Any
 import context
 import mla
 import moe
+import mtp
 import pytest
 import schedules
 import torch
@@ -61,7 +62,7 @@ VARIANTS: list[dict[str, Any]] = [
     )
 ]
 MATRIX = [Cell(world, {**layout, **variant}) for world, layout in layouts() for variant in VARIANTS]
-PARTS = (schedules, zero, context, mla, moe)
+PARTS = (schedules, zero, context, mla, moe, mtp)
 MATRIX += [cell for part in PARTS for cell in part.matrix() if cell not in MATRIX]
 
 

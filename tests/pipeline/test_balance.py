@@ -131,6 +131,17 @@ def test_costs_of_a_config_give_llama_3_8b_the_same_split() -> None:
     assert counts(split_of(llama_8b(), plan)) == [8, 8, 8, 8]
 
 
+def test_layers_that_predict_further_tokens_cost_the_last_stage_a_layer_and_a_head_each() -> None:
+    plain, further = (layer_costs(llama_8b(f"model.num_nextn_predict_layers={depth}")) for depth in (0, 2))
+    assert further.time == plain.time
+    projection = plain.head * 2 * 4096 / 128256  # [hidden, 2 · hidden] beside the head's [vocabulary, hidden]
+    assert further.head == pytest.approx(3 * plain.head + 2 * (plain.time[-1] + projection))
+    held = [costs.head_bytes[0] for costs in (plain, further)]
+    assert held[1] - held[0] == pytest.approx(2 * (plain.parameter_bytes[-1] + 16 * 2 * 4096**2))
+    plan = registry.build("1f1b", 4, 16)
+    assert counts(balance(further, plan).split)[3] < counts(balance(plain, plan).split)[3]
+
+
 def test_a_balanced_layout_passes_the_check_and_still_needs_a_layer_per_stage() -> None:
     assert not [problem for problem in check(llama_8b("pipeline.layout=balanced")) if problem.key == "pipeline.layout"]
     few = llama_8b("pipeline.layout=balanced", "pipeline.schedule=interleaved_1f1b", "pipeline.virtual_stages=16")

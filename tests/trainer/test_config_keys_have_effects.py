@@ -99,6 +99,8 @@ EFFECTIVE = {
     "model.rms_norm_eps": Changed(0.1),
     "model.initializer_range": Changed(0.2),
     "model.depth_scaled_init": Changed(True),
+    "model.num_nextn_predict_layers": Changed(1),
+    "model.mtp_loss_coefficient": Changed(0.1, 1, {"model.num_nextn_predict_layers": 1}),
     "model.label_smoothing": Changed(0.1),
     "model.z_loss_coefficient": Changed(0.1),
     "parallel.dp": Changed(1, 2, {"parallel.dp": 2}),  # the other rank becomes a stage

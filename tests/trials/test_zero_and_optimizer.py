@@ -31,7 +31,7 @@ from small import assembled, box_of, boxes, config_of, step_batch_of, whole
 from ultrascale.comm import collectives
 from ultrascale.comm.collectives import Pending
 from ultrascale.models.llama import Llama
-from ultrascale.models.transformer import Stage
+from ultrascale.models.stage import Stage
 from ultrascale.parallel.gradients import GradientError
 from ultrascale.parallel.module import Build
 from ultrascale.step import evaluate, train_step, with_denominators

@@ -200,6 +200,11 @@ class Model(Section):
     """Standard deviation of the initial weights."""
     depth_scaled_init: bool = False
     """Divide the initial deviation of what writes to the residual stream by sqrt(2 · layers)."""
+    num_nextn_predict_layers: NonNegative = 0
+    """Multi-token prediction: layers behind the last, each of which predicts one token further ahead (1 in
+    DeepSeek-V3). They lie on the last pipeline stage, and use embedding and head of the model."""
+    mtp_loss_coefficient: Annotated[float, Field(ge=0)] = 0.3
+    """Weight of the mean of their losses (DeepSeek-V3: 0.3 for 10 T tokens, then 0.1)."""
     label_smoothing: Fraction = 0.0
     """Share of the target probability that is spread over the whole vocabulary."""
     z_loss_coefficient: Annotated[float, Field(ge=0)] = 0.0

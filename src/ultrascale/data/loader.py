@@ -55,7 +55,9 @@ class MicroArrays:
                                   the whole
                                   sequence, before anything cuts it
     positions       [seq, micro]  0 … seq − 1, or from 0 in each document (data.reset_positions)
-    further_labels  for each deeper prediction d = 2 … lookahead, [seq, micro]: the token d places on
+    further_labels  for each deeper prediction d = 2 … lookahead, [seq, micro]: the token d places on, −100 where it
+                    is no target
+    further_inputs  for each of them the token d − 1 places on, target or not: what it is predicted from
     samples         [micro]       sample numbers of the run
     documents       for each column, the tokens at which its documents begin: 0 first, ascending, all below seq. None
                     unless data.document_mask
@@ -66,6 +68,7 @@ class MicroArrays:
     labels: Ints
     positions: Ints
     further_labels: tuple[Ints, ...]
+    further_inputs: tuple[Ints, ...]
     samples: Ints
     documents: tuple[tuple[int, ...], ...] | None
     padding: Ints
@@ -75,7 +78,8 @@ class Data:
     """Training and validation batches of a config.
 
     Reads config.data, config.batch.{global_size, sequence_length},
-    config.model.vocab_size and config.run.seed. `lookahead` is 1 + the depth of multi-token prediction.
+    config.model.{vocab_size, num_nextn_predict_layers} and config.run.seed. `lookahead` is 1 + the depth of multi-token
+    prediction; None = as the model says.
 
     Raises DataError when a file is missing, empty or corrupt, a dataset is too short for one sample, a document too
     long for a packed one, the
@@ -83,10 +87,10 @@ class Data:
     batch is checked.
     """
 
-    def __init__(self, config: Any, lookahead: int = 1) -> None:
+    def __init__(self, config: Any, lookahead: int | None = None) -> None:
         self._global_size: int = config.batch.global_size
         self._sequence_length: int = config.batch.sequence_length
-        self._lookahead = lookahead
+        self._lookahead: int = lookahead or 1 + config.model.num_nextn_predict_layers
         self._packing: str = config.data.packing
         self._cut_documents: bool = config.data.cut_documents
         self._document_mask: bool = config.data.document_mask
@@ -195,6 +199,7 @@ class Data:
             labels=depths[0],
             positions=positions,
             further_labels=tuple(depths[1:]),
+            further_inputs=tuple(tokens[depth : depth + length].copy() for depth in range(1, self._lookahead)),
             samples=numbers.copy(),
             documents=documents,
             padding=length - np.array(filled, np.int64),

@@ -28,6 +28,8 @@ class MicroBatch:
     """Per prediction depth int64 [seq, batch], shifted before any cut; −100 = no target. Empty: logits are wanted."""
     positions: torch.Tensor
     """int64 [seq, batch]: position of each token in its sequence (or document)."""
+    further_inputs: tuple[torch.Tensor, ...] = ()
+    """For each depth of prediction but the first int64 [seq, batch]: the token so many places on, target or not."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """For each row where its documents begin in the whole sequence, whatever of it is here; None: one document."""
     padding: Padding | None = None

@@ -49,7 +49,20 @@ def check(config: Config) -> list[Problem]:
         problems += _llama3(model.rope_scaling)
     if isinstance(model.rope_scaling, YarnScaling):
         problems += _yarn(model.rope_scaling, model)
+    problems += _further_tokens(model)
     return problems + _window(model)
+
+
+def _further_tokens(model: Model) -> list[Problem]:
+    """A weight without a loss."""
+    default = Model.model_fields["mtp_loss_coefficient"].default
+    if model.num_nextn_predict_layers or model.mtp_loss_coefficient == default:
+        return []
+    message = (
+        f"model.mtp_loss_coefficient={model.mtp_loss_coefficient:g} has no effect without "
+        "model.num_nextn_predict_layers; leave it out, or predict further tokens"
+    )
+    return [Problem("model.mtp_loss_coefficient", message, kind="idle")]
 
 
 def _turned(model: Model) -> tuple[str, int | None]:

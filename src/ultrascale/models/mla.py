@@ -21,51 +21,17 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ultrascale.comm import differentiable
-from ultrascale.comm.group import Group
 from ultrascale.config.schema import Model, YarnScaling
 from ultrascale.kernels import reference
 from ultrascale.models import yarn
-from ultrascale.models.sizes import window_of
-from ultrascale.models.transformer import matrix, norm_weight, output_std
-from ultrascale.parallel.layout import Kind, Layout, Normal, Use
+from ultrascale.models.sizes import layer_name, window_of
+from ultrascale.models.transformer import matrix, norm_weight, output_std, replicated_matrix
 from ultrascale.parallel.module import Build, Module
 from ultrascale.parallel.passes import Pass
-from ultrascale.parallel.tensor import ColumnLinear, RMSNorm, RowLinear, column_parallel
+from ultrascale.parallel.tensor import ColumnLinear, ReplicatedLinear, RMSNorm, RowLinear
 
 LATENT_EPS = 1e-6
 """Added to the mean square of latents, whatever `rms_norm_eps` is for the residual stream, as in the published code."""
-
-
-def replicated_matrix(name: str, rows: int, columns: int, build: Build, std: float) -> Layout:
-    """A weight that every tp rank holds: on whole tokens, which are this rank's own under sequence parallelism."""
-    return Layout(
-        name=name,
-        shape=(rows, columns),
-        split={},
-        used_in=Use.TOKENS if build.sequence_parallel else Use.WHOLE,
-        tie=None,
-        init=Normal(std),
-        decay=True,
-        lr_scale=1.0,
-        pad_to={},
-        kind=Kind.MATRIX,
-    )
-
-
-class ReplicatedLinear(Module):
-    """A linear whose weight is cut over no axis; several logical weights may share its one GEMM."""
-
-    weight: torch.Tensor
-
-    def __init__(self, build: Build, *members: Layout) -> None:
-        super().__init__(build)
-        self.declare("weight", *members)
-        self.name = members[0].name
-        self.alone = Group((), (build.rank,), 0, None, build.tensor_group.ledger)
-
-    def forward(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
-        """x [tokens, batch, in] → [tokens, batch, out], without a message: a column-parallel linear of one rank"""
-        return column_parallel(x, self.weight, self.alone, False, current, self.name)
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -125,7 +91,7 @@ class MultiHeadLatentAttention(Module):
         assert nope is not None
         assert kv_rank is not None
         assert head_dim == nope + rope
-        prefix, hidden, std = f"layers.{layer}.attention", model.hidden_size, model.initializer_range
+        prefix, hidden, std = f"{layer_name(model, layer)}.attention", model.hidden_size, model.initializer_range
         self.window, self.scale = window_of(model, layer), softmax_scale(model)
         self.local_heads, self.nope = heads // build.tp, nope
         self.widths = [rank for rank in (q_rank, kv_rank, rope) if rank is not None]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ultrascale.comm.differentiable import gather_copies, reduce_from, split
 from ultrascale.config.schema import Model
 from ultrascale.models.family import StageModule
-from ultrascale.models.sizes import is_sparse
+from ultrascale.models.sizes import is_sparse, layer_name
 from ultrascale.models.transformer import MLP, Block, output_std
 from ultrascale.parallel.experts.dispatch import Dispatch
 from ultrascale.parallel.experts.grouped import GroupedLinear
@@ -86,7 +86,7 @@ class MixtureOfExperts(Module):
         super().__init__(build)
         assert build.experts is not None
         assert model.num_experts is not None
-        prefix = f"layers.{layer}.moe"
+        prefix = f"{layer_name(model, layer)}.moe"
         self.model, self.rows = model, build.experts.rows
         router = Layout(
             name=f"{prefix}.router.weight",

@@ -8,7 +8,7 @@ import torch
 
 from ultrascale.config.schema import Model
 from ultrascale.models.llama import Llama
-from ultrascale.models.sizes import Sizes
+from ultrascale.models.sizes import Sizes, layer_name
 from ultrascale.models.transformer import Attention, AttentionLayer, Block
 from ultrascale.parallel.layout import Constant, Kind, Layout, Use
 from ultrascale.parallel.module import Build
@@ -38,7 +38,7 @@ class NormedAttention(Attention):
     def __init__(self, build: Build, model: Model, layer: int) -> None:
         super().__init__(build, model, layer)
         assert model.head_dim is not None
-        prefix, eps = f"layers.{layer}.attention", model.rms_norm_eps
+        prefix, eps = f"{layer_name(model, layer)}.attention", model.rms_norm_eps
         self.q_norm = RMSNorm(build, head_norm(f"{prefix}.q_norm.weight", model.head_dim), eps)
         self.k_norm = RMSNorm(build, head_norm(f"{prefix}.k_norm.weight", model.head_dim), eps)
 
@@ -61,10 +61,10 @@ class Qwen3(Llama):
     block: ClassVar[type[Block]] = Qwen3Block
 
     def sizes(self) -> Sizes:
-        return super().sizes().plus_norms(head_norm_parameters(self.config.model))
+        return super().sizes().plus_norms(self.config.model, head_norm_parameters(self.config.model))
 
 
 def head_norm_parameters(model: Model) -> int:
-    """Of all layers: one weight for queries and one for keys in each."""
+    """Of a layer: one weight for queries and one for keys."""
     assert model.head_dim is not None
-    return model.num_hidden_layers * 2 * model.head_dim
+    return 2 * model.head_dim

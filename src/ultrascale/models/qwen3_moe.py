@@ -21,4 +21,4 @@ class Qwen3MoE(Mixtral):
     block: ClassVar[type[Block]] = Qwen3MoEBlock
 
     def sizes(self) -> Sizes:
-        return super().sizes().plus_norms(head_norm_parameters(self.config.model))
+        return super().sizes().plus_norms(self.config.model, head_norm_parameters(self.config.model))

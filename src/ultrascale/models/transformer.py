@@ -1,36 +1,20 @@
-"""Blocks of decoder-only transformers: attention, SwiGLU, block, and the stage that strings them together."""
+"""Blocks of decoder-only transformers: attention, SwiGLU, and the two in one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ultrascale.config.schema import Config, Model
+from ultrascale.config.schema import Model
 from ultrascale.kernels import reference
-from ultrascale.models.batch import MicroBatch
-from ultrascale.models.rope import inverse_frequencies, rotation
-from ultrascale.models.sizes import window_of
-from ultrascale.parallel.cross_entropy import VocabularyShard, head_loss
-from ultrascale.parallel.layout import Constant, Kind, Layout, Normal, Tie, Use
+from ultrascale.models.sizes import layer_name, window_of
+from ultrascale.parallel.layout import Constant, Kind, Layout, Normal, Use
 from ultrascale.parallel.module import Build, Module
-from ultrascale.parallel.passes import Pass, run_unit
-from ultrascale.parallel.tensor import (
-    ColumnLinear,
-    RMSNorm,
-    RowLinear,
-    VocabParallelEmbedding,
-    column_parallel,
-    swiglu,
-)
-from ultrascale.precision.policy import wide
-
-TIE = Tie("word_embeddings", ("embed_tokens.weight", "lm_head.weight"))
-VOCABULARY_MULTIPLE = 128
-"""Rows of embedding and head are padded in memory to this multiple, whatever tp is."""
+from ultrascale.parallel.passes import Pass
+from ultrascale.parallel.tensor import ColumnLinear, RMSNorm, RowLinear, swiglu
 
 
 def matrix(name: str, rows: int, columns: int, split: dict[int, tuple[str, ...]], std: float) -> Layout:
@@ -40,6 +24,22 @@ def matrix(name: str, rows: int, columns: int, split: dict[int, tuple[str, ...]]
         shape=(rows, columns),
         split=split,
         used_in=Use.FEATURES,
+        tie=None,
+        init=Normal(std),
+        decay=True,
+        lr_scale=1.0,
+        pad_to={},
+        kind=Kind.MATRIX,
+    )
+
+
+def replicated_matrix(name: str, rows: int, columns: int, build: Build, std: float) -> Layout:
+    """A weight that every tp rank holds: on whole tokens, which are this rank's own under sequence parallelism."""
+    return Layout(
+        name=name,
+        shape=(rows, columns),
+        split={},
+        used_in=Use.TOKENS if build.sequence_parallel else Use.WHOLE,
         tie=None,
         init=Normal(std),
         decay=True,
@@ -62,22 +62,6 @@ def norm_weight(name: str, size: int, build: Build) -> Layout:
         lr_scale=1.0,
         pad_to={},
         kind=Kind.NORM,
-    )
-
-
-def vocabulary_matrix(name: str, model: Model, kind: Kind) -> Layout:
-    """Embedding or head, or both in one: one row per token id, cut over tp."""
-    return Layout(
-        name=TIE.names[0] if model.tie_word_embeddings else name,
-        shape=(model.vocab_size, model.hidden_size),
-        split={0: ("tp",)},
-        used_in=Use.FEATURES,
-        tie=TIE if model.tie_word_embeddings else None,
-        init=Normal(model.initializer_range),
-        decay=True,
-        lr_scale=1.0,
-        pad_to={0: VOCABULARY_MULTIPLE},
-        kind=Kind.EMBEDDING if model.tie_word_embeddings else kind,
     )
 
 
@@ -129,7 +113,7 @@ class Attention(Module):
 
     def __init__(self, build: Build, model: Model, layer: int) -> None:
         super().__init__(build)
-        prefix = f"layers.{layer}.attention"
+        prefix = f"{layer_name(model, layer)}.attention"
         self.window = window_of(model, layer)
         heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
         assert kv_heads is not None
@@ -200,130 +184,16 @@ class Block(Module):
 
     def __init__(self, build: Build, model: Model, index: int) -> None:
         super().__init__(build)
-        prefix, hidden, eps = f"layers.{index}", model.hidden_size, model.rms_norm_eps
+        prefix, hidden, eps = layer_name(model, index), model.hidden_size, model.rms_norm_eps
         self.attention_norm = RMSNorm(build, norm_weight(f"{prefix}.attention_norm.weight", hidden, build), eps)
         self.attention = self.attention_class(build, model, index)
         self.mlp_norm = RMSNorm(build, norm_weight(f"{prefix}.mlp_norm.weight", hidden, build), eps)
         self.mlp = self._feed_forward(build, model, index)
 
     def _feed_forward(self, build: Build, model: Model, index: int) -> nn.Module:
-        return MLP(build, model, f"layers.{index}.mlp", model.intermediate_size)
+        return MLP(build, model, f"{layer_name(model, index)}.mlp", model.intermediate_size)
 
     def forward(self, x: torch.Tensor, current: Pass) -> Any:
         """x [seq (/ tp), batch, hidden] → the same"""
         x = x + self.attention(self.attention_norm(x, current), current)
         return x + self.mlp(self.mlp_norm(x, current), current)
-
-
-class Head(Module):
-    """Final norm and projection onto the vocabulary, as loss sums or as logits."""
-
-    weight: torch.Tensor
-
-    def __init__(self, build: Build, model: Model, embedding: VocabParallelEmbedding | None) -> None:
-        super().__init__(build)
-        self.norm = RMSNorm(build, norm_weight("norm.weight", model.hidden_size, build), model.rms_norm_eps)
-        layout = vocabulary_matrix("lm_head.weight", model, Kind.HEAD)
-        if model.tie_word_embeddings and embedding is not None:
-            self.share("weight", embedding, "weight")
-        else:
-            self.declare("weight", layout)
-        offset, shape = layout.box(build.mesh, build.rank)
-        self.shard = VocabularyShard(start=offset[0], valid=shape[0], total=model.vocab_size)
-        self.smoothing = model.label_smoothing
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, current: Pass) -> dict[str, torch.Tensor]:
-        """x [seq (/ tp), batch, hidden], labels [seq, batch] → sums over the positions with a target"""
-        build = self.build
-        loss_sum, z_sum = head_loss(
-            self.norm(x, current),
-            self.weight,
-            labels,
-            self.shard,
-            # An evaluation asks how well the text is predicted, whatever training aims at.
-            self.smoothing if current.sink is not None else 0.0,
-            build.tensor_group,
-            build.sequence_parallel,
-            current,
-        )
-        return {"lm": loss_sum, "z": z_sum}
-
-    def logits(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
-        """[seq, batch, vocabulary of this rank], padding cut off, in wide precision."""
-        build = self.build
-        local = column_parallel(
-            self.norm(x, current), self.weight, build.tensor_group, build.sequence_parallel, current
-        )
-        return local[..., : self.shard.valid].to(wide(local.dtype))
-
-
-class Stage(Module):
-    """A run of layers, with the embedding before it or the head behind it where the partition puts them.
-
-    layers     indices of this stage's blocks, global; may be empty
-    block      makes a block from (build, model, index)
-    """
-
-    def __init__(
-        self,
-        build: Build,
-        config: Config,
-        layers: range,
-        embedding: bool,
-        head: bool,
-        block: Callable[[Build, Model, int], nn.Module] = Block,
-    ) -> None:
-        super().__init__(build)
-        model = config.model
-        self.embedding = (
-            VocabParallelEmbedding(build, vocabulary_matrix("embed_tokens.weight", model, Kind.EMBEDDING))
-            if embedding
-            else None
-        )
-        self.blocks = nn.ModuleList(block(build, model, index) for index in layers)
-        self.names = [f"layers.{index}" for index in layers]
-        self.head = Head(build, model, self.embedding) if head else None
-        self.frequency = inverse_frequencies(model)
-
-    def units(self) -> list[tuple[str, nn.Module]]:
-        """(name, module) in order of use: what is reduced, gathered and freed together."""
-        units: list[tuple[str, nn.Module]] = []
-        if self.embedding is not None:
-            units.append(("embedding", self.embedding))
-        units += zip(self.names, self.blocks, strict=True)
-        if self.head is not None:
-            units.append(("head", self.head))
-        return units
-
-    def forward(
-        self, hidden: torch.Tensor | None, batch: MicroBatch, current: Pass
-    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]] | dict[str, torch.Tensor]:
-        """One micro-batch through the stage.
-
-        hidden   [seq (/ tp), batch, hidden] from the stage before; None for the first
-        returns  the same for the stage behind, with {term: sum} where blocks have terms; from the last, {term: sum}
-                 or, without labels, {"logits": …}
-        """
-        if self.embedding is not None:
-            x = run_unit("embedding", self.embedding, current, batch.inputs)
-        else:
-            assert hidden is not None
-            x = hidden
-        if len(self.blocks) and current.rotation is None:
-            current.rotation = rotation(batch.positions, self.frequency, wide(x.dtype))
-            current.documents = batch.documents
-            if batch.padding is not None:
-                current.real, current.lengths = batch.padding.real, batch.padding.lengths
-        terms: dict[str, torch.Tensor] = {}
-        for name, block in zip(self.names, self.blocks, strict=True):
-            out = run_unit(name, block, current, x, recompute=self.build.recompute == "full")
-            if isinstance(out, dict):
-                x = out.pop("hidden")
-                terms = {key: terms[key] + value if key in terms else value for key, value in out.items()}
-            else:
-                x = out
-        if self.head is None:
-            return (x, terms) if terms else x
-        if not batch.labels:
-            return {"logits": run_unit("head", self.head.logits, current, x)}
-        return {**terms, **run_unit("head", self.head, current, x, batch.labels[0])}

@@ -194,6 +194,22 @@ class RowLinear(Module):
         return row_parallel(x, self.weight, build.tensor_group, build.sequence_parallel, current, self.name)
 
 
+class ReplicatedLinear(Module):
+    """A linear whose weight is cut over no axis; several logical weights may share its one GEMM."""
+
+    weight: torch.Tensor
+
+    def __init__(self, build: Build, *members: Layout) -> None:
+        super().__init__(build)
+        self.declare("weight", *members)
+        self.name = members[0].name
+        self.alone = Group((), (build.rank,), 0, None, build.tensor_group.ledger)
+
+    def forward(self, x: torch.Tensor, current: Pass) -> torch.Tensor:
+        """x [tokens, batch, in] → [tokens, batch, out], without a message: a column-parallel linear of one rank"""
+        return column_parallel(x, self.weight, self.alone, False, current, self.name)
+
+
 @dataclass(frozen=True, slots=True)
 class _EmbeddingGradient:
     """dW[ids] += dy of one micro-batch, for the rows of this rank."""
@@ -251,13 +267,19 @@ class _VocabParallelEmbedding(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(Module):
-    """Token embedding whose rows are cut over tp."""
+    """Token embedding whose rows are cut over tp.
+
+    owner   a module of this stage whose (tied) weight it is, if there is one
+    """
 
     weight: torch.Tensor
 
-    def __init__(self, build: Build, layout: Layout) -> None:
+    def __init__(self, build: Build, layout: Layout, owner: Module | None = None) -> None:
         super().__init__(build)
-        self.declare("weight", layout)
+        if owner is None:
+            self.declare("weight", layout)
+        else:
+            self.share("weight", owner, "weight")
         self.start = layout.piece(0, build.mesh) * build.tensor_group.index
 
     def forward(self, ids: torch.Tensor, current: Pass) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ultrascale.models.sizes import llama_sizes, mean_keys
+from ultrascale.models.sizes import attention_sizes, mean_keys
 from ultrascale.pipeline.actions import Kind, Plan
 from ultrascale.pipeline.balance import LayerCosts, Memory, Stages, balanced
 from ultrascale.pipeline.costs import Costs, parse_costs
@@ -39,23 +39,30 @@ def layer_costs(config: Config) -> LayerCosts:
     without ZeRO, which only shrinks them.
     """
     model, recompute = config.model, config.recompute.mode
-    sizes = llama_sizes(config)
-    layers, tp = model.num_hidden_layers, config.parallel.tp
+    attention = attention_sizes(model)
+    layers, further, tp = model.num_hidden_layers, model.num_nextn_predict_layers, config.parallel.tp
     tokens = config.batch.micro_size * config.batch.sequence_length // config.parallel.cp
     vocabulary = model.vocab_size * model.hidden_size
-    matmul = (sizes.matmul_parameters - vocabulary) / layers
-    width = sizes.attention_width / layers
+    matmul = attention.matrices + 3 * model.hidden_size * model.intermediate_size
     passes = 4 if recompute == "full" else 3  # forward, twice as much backward, and the forward again
     kept = 2.0 if recompute == "full" else ACTIVATION_BYTES
     parameters = matmul + 2 * model.hidden_size
+    # Layers that predict further tokens lie with the head, and each of them uses it again.
+    joined = 2 * model.hidden_size**2
+    *times, behind = (
+        passes * 2 * tokens * (matmul + attention.width * mean_keys(config, layer)) / tp for layer in range(layers + 1)
+    )
     return LayerCosts(
-        time=tuple(passes * 2 * tokens * (matmul + width * mean_keys(config, i)) / tp for i in range(layers)),
+        time=tuple(times),
         embedding=0.0,
-        head=3 * 2 * tokens * vocabulary / tp,
+        head=3 * 2 * tokens * ((1 + further) * vocabulary + further * joined) / tp + further * behind,
         parameter_bytes=(STATE_BYTES * parameters / tp,) * layers,
         activation_bytes=(kept * tokens * model.hidden_size / tp,) * layers,
         embedding_bytes=(STATE_BYTES * vocabulary / tp, 0.0),
-        head_bytes=(STATE_BYTES * vocabulary / tp, 4.0 * tokens * model.vocab_size / tp),
+        head_bytes=(
+            STATE_BYTES * (vocabulary + further * (parameters + joined)) / tp,
+            4.0 * (1 + further) * tokens * model.vocab_size / tp + further * kept * tokens * model.hidden_size / tp,
+        ),
     )
 
 
