@@ -83,7 +83,12 @@ def by_hand(config: Config, rank: int) -> Build:
 
     placement = Placement.of(config, mesh)
     experts = ExpertGroups(
-        placement, placement.holders(mesh, rank), group(placement.group_axes(mesh)), group(["cp", "tp"])
+        placement,
+        placement.holders(mesh, rank),
+        travel=group(placement.group_axes(mesh)),
+        rows=group(["cp", "tp"]),
+        dispatch="all_to_all",
+        seed=config.run.seed,
     )
     return Build(
         mesh=mesh,

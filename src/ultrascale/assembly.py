@@ -22,6 +22,7 @@ from ultrascale.optim.optimizer import Optimizer, make_optimizer
 from ultrascale.parallel.bucket_size import bucket_bytes
 from ultrascale.parallel.context.attention import ContextAttention
 from ultrascale.parallel.context.split import Cut, padded_length
+from ultrascale.parallel.experts.choice import expert_dispatch
 from ultrascale.parallel.experts.dispatch import ExpertGroups
 from ultrascale.parallel.experts.load import ExpertLoad
 from ultrascale.parallel.experts.placement import Placement
@@ -108,7 +109,7 @@ def make_build(config: Config, mesh: Mesh, rank: int, groups: Groups, device: to
         sequence_parallel=bool(config.parallel.sequence_parallel) and config.parallel.tp > 1,
         policy=Policy.of(config),
         recompute=config.recompute.mode,
-        experts=_expert_groups(config, mesh, rank, groups) if config.model.num_experts else None,
+        experts=_expert_groups(config, mesh, rank, groups, device) if config.model.num_experts else None,
         attention=ContextAttention.of(
             Cut.of(config),
             gathers=config.context.method == "allgather",
@@ -119,13 +120,15 @@ def make_build(config: Config, mesh: Mesh, rank: int, groups: Groups, device: to
     )
 
 
-def _expert_groups(config: Config, mesh: Mesh, rank: int, groups: Groups) -> ExpertGroups:
+def _expert_groups(config: Config, mesh: Mesh, rank: int, groups: Groups, device: torch.device) -> ExpertGroups:
     placement = Placement.of(config, mesh)
     return ExpertGroups(
         placement,
         placement.holders(mesh, rank),
         travel=groups.of(placement.group_axes(mesh)),
         rows=groups.of(["cp", "tp"]),
+        dispatch=expert_dispatch(config, device.type),
+        seed=config.run.seed,
     )
 
 
@@ -262,18 +265,6 @@ def check_gradients(assembly: Assembly) -> None:
     lost = gather_json(assembly.gradients.untouched(), assembly.groups.world)
     if names := sorted({name for part in lost for name in part}):
         raise BuildError(f"no gradient reached {', '.join(names)}: the model does not use what it declares")
-
-
-def check_finite(assembly: Assembly) -> None:
-    """Masters are finite, or nothing is saved over a healthy checkpoint; collective. Raises BuildError with names."""
-    bad = [
-        span.layout.name
-        for bucket in assembly.store.buckets
-        for span in bucket.spans
-        if not bool(bucket.masters[slice(*bucket.shard(span))].isfinite().all())
-    ]
-    if names := sorted({name for part in gather_json(bad, assembly.groups.world) for name in part}):
-        raise BuildError(f"{', '.join(names[:8])} hold values that are not finite: nothing is saved of them")
 
 
 def _deterministic(config: Config, device: torch.device) -> bool:

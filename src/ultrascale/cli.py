@@ -36,7 +36,7 @@ COMMANDS = {
     ),
     "convert": Command(
         "ultrascale.checkpoint.convert_commands",
-        "Hugging Face folders in and out",
+        "Hugging Face folders in and out, other trainers' checkpoints in",
         "ultrascale convert to-hf runs/debug export/debug",
     ),
     "data": Command(

@@ -34,12 +34,16 @@ class StepResult:
     lr: float
     stop: bool
     """Whether any rank wants to stop after this step."""
+    save: bool
+    """Whether any rank wants it saved."""
     finite: bool
     """False: loss or gradient were not finite, and no parameter was touched."""
     peak_memory_bytes: int
     """The largest over ranks."""
     load: torch.Tensor | None
-    """int64 [sparse layers, experts]: tokens that each expert got; None without experts."""
+    """int64 [sparse layers, experts]: tokens that chose each expert; None without experts."""
+    dropped: torch.Tensor | None
+    """int64 [sparse layers]: choices for which experts had no room; None where their room has no limit."""
     router_bias_range: tuple[float, float] | None
     """Smallest and largest bias of all routers, as this step's tokens met them; None where routers have none."""
 
@@ -79,6 +83,8 @@ def micro_batch(assembly: Assembly, arrays: MicroArrays) -> MicroBatch:
         positions=own(arrays.positions, 0),
         documents=documents,
         padding=real,
+        places=torch.from_numpy(np.broadcast_to(places, (places.shape[0], columns.size)).copy()).to(assembly.device),
+        samples=torch.from_numpy(arrays.samples).to(assembly.device),
     )
 
 
@@ -98,11 +104,13 @@ def with_denominators(assembly: Assembly, micro_batches: Sequence[MicroBatch]) -
     return StepBatch(micro_batches, dict(zip(names, counts.tolist(), strict=True)))
 
 
-def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: Callable[[], bool] = lambda: False) -> StepResult:
+def train_step(
+    assembly: Assembly, batch: StepBatch, step: int, wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+) -> StepResult:
     """Forward and backward by the schedule, reduce, clip, update.
 
     step   number of this optimizer step, from 1
-    stop   whether this rank wants to stop, asked at the step's end; the result says whether any does
+    wishes   whether this rank wants to stop, and to save, asked at the step's end; the result says whether any does
     """
     config, gradients = assembly.config, assembly.gradients
     outputs = assembly.engine.run(batch)
@@ -110,24 +118,28 @@ def train_step(assembly: Assembly, batch: StepBatch, step: int, stop: Callable[[
 
     # What all ranks must agree on travels in one message; every rank adds the rows up in the same order.
     sums, largest = term_sums(assembly, outputs), largest_here(assembly)
-    message = torch.cat([gradients.square_sum().view(1), sums, sums.new_tensor([float(stop())]), largest])
+    asked = sums.new_tensor([float(wish) for wish in wishes()])
+    message = torch.cat([gradients.square_sum().view(1), sums, asked, largest])
     world = assembly.groups.world
     with world.ledger.during("step"):
         rows = collectives.all_gather(message.view(1, -1), world).wait()
     summed, maxima = rows.split([rows.shape[1] - largest.numel(), largest.numel()], dim=1)
-    square_sum, *totals, stops = summed.sum(dim=0).tolist()
+    square_sum, *totals, stops, saves = summed.sum(dim=0).tolist()
     memory, *biases = maxima.amax(dim=0).tolist()
     report = assembly.objective.report(dict(zip(assembly.objective.terms, totals, strict=True)), batch.denominators)
     norm = math.sqrt(square_sum) if math.isfinite(square_sum) else square_sum
     finite = math.isfinite(norm) and math.isfinite(report["loss"])
     lr = learning_rate(step, config)
-    load = assembly.load.collect(world) if assembly.load is not None else None
+    load, dropped = assembly.load.collect(world) if assembly.load is not None else (None, None)
     if finite:
         assembly.optimizer.step(step, lr, clip_coefficient(norm, config.optimizer.max_norm))
         if assembly.load is not None and load is not None:
             balance_routers(assembly.stages.values(), dict(zip(assembly.load.layers, load, strict=True)))
     bias_range = (0.0 - biases[0], biases[1]) if biases else None  # 0 − 0 has no sign
-    return StepResult(report, norm, lr, stops > 0, finite, int(memory), load, bias_range)
+    limited = config.model.expert_capacity_factor is not None
+    return StepResult(
+        report, norm, lr, stops > 0, saves > 0, finite, int(memory), load, dropped if limited else None, bias_range
+    )
 
 
 def largest_here(assembly: Assembly) -> torch.Tensor:

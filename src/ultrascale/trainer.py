@@ -14,7 +14,6 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from statistics import mean
 from types import FrameType
 from typing import Any
@@ -26,15 +25,17 @@ from ultrascale.assembly import (
     PlanError,
     assemble,
     check_build,
-    check_finite,
     check_gradients,
     check_plan,
     planned_groups,
 )
 from ultrascale.checkpoint.boxes import CheckpointError
+from ultrascale.checkpoint.export import export_latest
+from ultrascale.checkpoint.first_weights import has_source
+from ultrascale.checkpoint.folder import folder_name
 from ultrascale.checkpoint.snapshots import Snapshots
 from ultrascale.comm import collectives
-from ultrascale.comm.agreement import together
+from ultrascale.comm.agreement import alone, together
 from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
 from ultrascale.config.meaning import other_samples
@@ -48,7 +49,7 @@ from ultrascale.models.family import FamilyError
 from ultrascale.models.sizes import all_layers, mean_keys
 from ultrascale.observe import mfu
 from ultrascale.observe.console import Console, StartUp
-from ultrascale.observe.expert_load import balance_figures
+from ultrascale.observe.expert_load import balance_figures, dropped_figures
 from ultrascale.observe.memory import keep_freed_memory, peak_memory
 from ultrascale.observe.run_folder import RunFolder, RunFolderError
 from ultrascale.parallel.replicas import check_replicas
@@ -116,6 +117,7 @@ class Trainer:
         self.groups = create(self.mesh, planned_groups(config, self.mesh), self.ledger, config.parallel.timeout_seconds)
         self.console = Console(config.run.steps, rank=rank, every=config.observe.console_every)
         self._stop_asked, self._asked_at = False, 0.0
+        self._save_asked, self._saved_at = False, time.monotonic()
         self.tokens = 0
         self._handlers: dict[int, Any] = {}
         self.folder = self._claim_folder()
@@ -152,7 +154,11 @@ class Trainer:
             world=self.groups.world,
             keep=config.checkpoint.keep,
             verify=config.checkpoint.verify,
-            asynchronous=config.checkpoint.asynchronous,
+            # What is saved once, at a signal, is waited for anyway.
+            asynchronous=config.checkpoint.asynchronous and self._saves,
+            keep_every=config.checkpoint.keep_every,
+            storage=config.checkpoint.storage,
+            before=self.folder.sync,
         )
         self.step = self._resume()
 
@@ -164,7 +170,7 @@ class Trainer:
             begun = time.perf_counter()
             self.ledger.clear()
             batch = step_batch(self.assembly, self._arrays(step))
-            result = train_step(self.assembly, batch, step, lambda: self._stop_asked or self.snapshots.failed)
+            result = train_step(self.assembly, batch, step, self._wishes)
             if not result.finite:
                 return self._stop(step - 1, f"loss or gradient of step {step} is not finite", saved, AFTER_NOT_FINITE)
             self.step, seconds = step, time.perf_counter() - begun
@@ -175,10 +181,10 @@ class Trainer:
                 self._check_first_loss(result)
             validation = self._evaluate() if _due(step, config.evaluation.every) else None
             self._record(result, seconds, validation)
-            self._say_saved()
+            self._say_news()
             if _due(step, config.observe.replica_check_every):
                 check_replicas(self.assembly.optimizer.weights)
-            if _due(step, config.checkpoint.every) or (step == config.run.steps and config.checkpoint.every):
+            if result.save or _due(step, config.checkpoint.every) or (step == config.run.steps and self._saves):
                 self._save(step)
                 saved = step
             if result.stop and step < config.run.steps:
@@ -215,6 +221,7 @@ class Trainer:
     def _resume(self) -> int:
         """Restores the checkpoint that run.resume means; returns the step it was taken after, 0 for none."""
         found = self.snapshots.find(self.config.run.resume)
+        self._say_news()
         for reason in self.snapshots.passed_over:
             self.folder.event("checkpoint_passed_over", reason=reason)
             self.console.say(f"notice: a newer checkpoint is not whole and is passed over: {reason}")
@@ -228,9 +235,7 @@ class Trainer:
                 self.console.say(
                     f"notice: {self.folder.last_step} steps were done here and none was saved: from step 1"
                 )
-            if self.config.init.from_hf is not None:
-                self.snapshots.start_from_hf(Path(self.config.init.from_hf))
-                self.folder.event("first_weights", path=self.config.init.from_hf)
+            self._first_weights()
             return 0
         go_back = self.config.run.resume not in ("auto", "never")
         manifest = self.snapshots.restore(found, go_back)
@@ -247,21 +252,45 @@ class Trainer:
             self.console.say(f"notice: from step {step + 1} on by checkpoint.allow_changes: {'; '.join(said)}")
         return step
 
-    def _save(self, step: int) -> None:
-        check_finite(self.assembly)
-        self.folder.sync()
-        self.snapshots.save(step, {**self.data.position(step), "tokens": self.tokens})
-        self.folder.status("running", step)
-        self._say_saved()
+    def _first_weights(self) -> None:
+        """Reads them where they are not drawn, and says what each rule did."""
+        if not has_source(self.config.init):
+            return
+        done = self.snapshots.start_from(self.config.init)
+        rules = [{"rule": rule.text, "tensors": list(rule.names)} for rule in done.applied]
+        self.folder.event("first_weights", path=done.path, rules=rules)
+        for rule in done.applied:
+            names = rule.names if len(rule.names) <= 2 else (rule.names[0], "…", rule.names[-1])
+            self.console.say(f"notice: first weights by {rule.text}: {len(rule.names)} tensors ({', '.join(names)})")
 
-    def _say_saved(self) -> None:
-        for saved in self.snapshots.ended():
-            self.folder.event("checkpoint", step=saved.step, path=str(saved.folder), seconds=saved.seconds)
+    def _save(self, step: int) -> None:
+        self.snapshots.save(step, {**self.data.position(step), "tokens": self.tokens})
+        self._save_asked, self._saved_at = False, time.monotonic()
+        self.folder.status("running", step)
+        self._say_news()
+
+    @property
+    def _saves(self) -> bool:
+        """Whether checkpoints are saved without being asked for."""
+        return self.config.checkpoint.every > 0 or self.config.checkpoint.every_minutes is not None
+
+    def _wishes(self) -> tuple[bool, bool]:
+        """Whether this rank wants to stop after the step, and to save after it. One clock decides when it is time."""
+        minutes = self.config.checkpoint.every_minutes
+        due = self.rank == 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return self._stop_asked or self.snapshots.failed, self._save_asked or due
+
+    def _say_news(self) -> None:
+        for news in self.snapshots.news():
+            self.folder.event(news.event, **news.fields)
+            if news.notice:
+                self.console.say(f"notice: {news.notice}")
 
     def _start(self) -> None:
         config, assembly = self.config, self.assembly
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             self._handlers[number] = signal.signal(number, self._on_signal)
+        self._handlers[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._on_save_signal)
         self.parameters = check_build(assembly)
         check_replicas(assembly.optimizer.weights)
         self.folder.write_config(config_tree(config))
@@ -314,7 +343,8 @@ class Trainer:
 
     def _finish(self) -> int:
         self.snapshots.wait()
-        self._say_saved()
+        self._say_news()
+        self._export()
         memory = collectives.gather_json(asdict(peak_memory(self.device)), self.groups.world)
         self.folder.event("memory", step=self.step, peak_bytes_by_rank=memory)
         self.folder.status("finished", self.step, exit_code=FINISHED)
@@ -323,12 +353,23 @@ class Trainer:
         self.console.say(f"finished at step {self.step}; the run lies in {self.folder.path}")
         return FINISHED
 
+    def _export(self) -> None:
+        """Writes the last checkpoint as a Hugging Face folder; rank 0 does, and the others wait."""
+        name = self.config.checkpoint.export_hf
+        if name is None:
+            return
+        target = self.folder.path / name / folder_name(self.step)
+        work, pause = partial(export_latest, self.folder.checkpoints, target), self.config.parallel.timeout_seconds / 4
+        alone(work, self.groups.world, CheckpointError, pause)
+        self.folder.event("export", step=self.step, path=str(target))
+        self.console.say(f"exported for Hugging Face: {target}")
+
     def _stop(self, step: int, reason: str, saved: int, way_on: str = "run.resume=auto goes on from there") -> int:
         """Stops on purpose, with the state of `step` saved."""
         if saved != step and step > 0:
             self._save(step)
         self.snapshots.wait()
-        self._say_saved()
+        self._say_news()
         self.folder.status("stopped", step, reason, STOPPED)
         self.folder.event("stop", step=step, reason=reason)
         self.console.close()
@@ -346,6 +387,10 @@ class Trainer:
         if not self._stop_asked:
             self._stop_asked, self._asked_at = True, now
 
+    def _on_save_signal(self, number: int, frame: FrameType | None) -> None:
+        """Agreed on like a stop; the run goes on."""
+        self._save_asked = True
+
     # ---- parts of a step ------------------------------------------------------------------------------------------
 
     def _arrays(self, step: int) -> Any:
@@ -356,7 +401,7 @@ class Trainer:
 
     def _check_first_loss(self, result: StepResult) -> None:
         """An untrained model knows nothing: its first loss is near ln(vocabulary) under every layout."""
-        if self.config.init.from_hf is not None:
+        if has_source(self.config.init):
             return
         expected, found = math.log(self.config.model.vocab_size), result.report["lm_loss"]
         if self.step == 1 and abs(found - expected) > FIRST_LOSS_TOLERANCE * expected:
@@ -413,6 +458,8 @@ class Trainer:
             return
         tokens = result.load.tolist()
         record |= balance_figures(tokens)
+        if result.dropped is not None:
+            record |= dropped_figures(tokens, result.dropped.tolist())
         if result.router_bias_range is not None:
             record["router_bias_range"] = list(result.router_bias_range)
         if _due(self.step, self.config.observe.console_every) or self.step == self.config.run.steps:

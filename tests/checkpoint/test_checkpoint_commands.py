@@ -189,10 +189,36 @@ def test_prune_removes_nothing_unless_told_and_never_the_only_whole_one(tmp_path
     code, said = run_json(capsys, "prune", tmp_path, "--keep", 1, "--yes")
     assert (code, [Path(path).name for path in said["removed"]]) == (0, [folder_name(1)])
     assert run(capsys, "prune", root, "--keep", 1, "--yes")[0] == 0
-    assert sorted(path.name for path in root.iterdir()) == [folder_name(2), folder_name(3)]
+    assert sorted(path.name for path in root.iterdir()) == ["latest", folder_name(2), folder_name(3)]
+    assert (root / "latest").read_text().strip() == folder_name(2)
     assert run(capsys, "prune", root, "--keep", 0, "--yes")[0] == 2
     shutil.rmtree(root / folder_name(2))
     assert run(capsys, "prune", root, "--keep", 1, "--yes")[1].startswith("notice: ")
+
+
+def test_prune_leaves_those_of_every_so_many_steps(tmp_path, capsys):
+    for step in (1, 2, 3, 4, 5):
+        save_step(tmp_path, step)
+    code, said = run_json(capsys, "prune", tmp_path, "--keep", 1, "--keep-every", 2)
+    assert (code, [Path(path).name for path in said["would_remove"]]) == (0, [folder_name(1), folder_name(3)])
+    assert [Path(path).name for path in said["kept"]] == [folder_name(5), folder_name(4), folder_name(2)]
+    assert run(capsys, "prune", tmp_path, "--keep", 1, "--keep-every", 2, "--yes")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *map(folder_name, (2, 4, 5))]
+    assert run(capsys, "prune", tmp_path, "--keep", 1, "--keep-every", 0)[0] == 2
+
+
+def test_fetch_brings_the_newest_whole_one_or_the_one_that_is_named_and_replaces_none(tmp_path, capsys):
+    for step in (1, 2, 3):
+        save_step(tmp_path / "there", step)
+    (tmp_path / "there" / folder_name(3) / "manifest.json").unlink()
+    url, here = f"file://{tmp_path / 'there'}", tmp_path / "here"
+    code, said = run_json(capsys, "fetch", url, here)
+    assert (code, said) == (0, {"path": str(here / folder_name(2)), "step": 2})
+    assert run(capsys, "fetch", f"{url}/{folder_name(1)}", here)[0] == 0
+    assert run(capsys, "check", here / folder_name(1))[0] == run(capsys, "check", here / folder_name(2))[0] == 0
+    assert run(capsys, "fetch", url, here)[0] == 2
+    assert run(capsys, "fetch", f"{url}/{folder_name(3)}", here)[0] == 2
+    assert run(capsys, "fetch", f"file://{tmp_path / 'nothing'}", here)[0] == 2
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"])
@@ -252,7 +278,7 @@ def test_the_digest_of_a_tensor_is_the_same_under_every_cut_and_sees_what_was_mo
     assert {name for name in other if other[name].digest != found[0][name]} == {"experts.weight"}
 
 
-COMMANDS = ("inspect", "check", "diff", "prune")
+COMMANDS = ("inspect", "check", "diff", "prune", "fetch")
 
 
 def test_commands_answer_without_torch(tmp_path):

@@ -187,6 +187,10 @@ HOSTILE = {
         lambda m: m["tensors"]["embedding.weight"]["shards"].append(shard(m)),
         "embedding.*by more than one shard",
     ),
+    "boxes that overlap": (
+        lambda m: shard(m, i=1).update(offset=shard(m)["offset"]),
+        "embedding.*by (2|no) shard",
+    ),
     "no boxes": (lambda m: m["tensors"]["embedding.weight"].update(shards=[]), "embedding.*by no shard"),
     "an unknown dtype": (lambda m: m["tensors"]["scale"].update(dtype="object"), "scale.*dtype 'object'"),
     "another dtype of the same width": (

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from ultrascale.checkpoint import read
 from ultrascale.checkpoint.boxes import Box, CheckpointError, slices, untiled
 from ultrascale.checkpoint.manifest import read_manifest
 from ultrascale.checkpoint.read import load, open_manifest, unclaimed
@@ -234,3 +236,67 @@ def test_tiling_of_a_hundred_thousand_boxes_is_judged_in_seconds():
     grid = [((i, j), (1, 1)) for i in range(300) for j in range(300)]
     assert untiled((300, 300), grid) is None
     assert untiled((300, 300), grid[:-1]).element == (299, 299)
+
+
+CUTS = {
+    "rows": [((0, 0), (6, 8)), ((6, 0), (6, 8))],
+    "columns": [((0, 0), (12, 4)), ((0, 4), (12, 4))],
+    "copies": [((0, 0), (12, 8)), ((0, 0), (12, 8))],
+}
+
+
+@pytest.mark.parametrize("verify", ["full", "sampled", "off"])
+@pytest.mark.parametrize("cut_as", CUTS)
+def test_ranks_together_read_their_own_bytes_and_hash_every_shard_and_few_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_as: str, verify: Any
+) -> None:
+    """Two ranks load what one saved in 32 tensors of 384 bytes each, cut as ZeRO (rows) or tp (columns) would."""
+    tensors = {f"t{i}": torch.randn(12, 8) for i in range(32)}
+    save(tmp_path / "c", whole_boxes(tensors), HEADER)
+    copied, hashed = [0, 0], [set[str](), set[str]()]
+    original_copy, original_verify = read._copy, read._ShardFile.verify
+    rank = 0
+
+    def counting_copy(file: Any, shard: Any, box: Any) -> None:
+        copied[rank] += box.tensor.numel() * box.tensor.element_size()
+        original_copy(file, shard, box)
+
+    def counting_verify(file: Any, shard: Any, name: str) -> None:
+        hashed[rank].add(name)
+        original_verify(file, shard, name)
+
+    monkeypatch.setattr(read, "_copy", counting_copy)
+    monkeypatch.setattr(read._ShardFile, "verify", counting_verify)
+    for rank in (0, 1):
+        offset, size = CUTS[cut_as][rank]
+        loaded = {name: torch.full(size, 77.0) for name in tensors}
+        load(tmp_path / "c", [Box(n, (12, 8), offset, t) for n, t in loaded.items()], verify, among=(rank, 2))
+        assert all(same_bits(t, tensors[n][slices(offset, size, (0, 0))]) for n, t in loaded.items())
+        assert copied[rank] == 32 * 4 * size[0] * size[1]
+    if verify == "full":
+        assert hashed[0] | hashed[1] == set(tensors)
+    if cut_as != "copies":
+        assert not hashed[0] & hashed[1]
+        assert max(map(len, hashed)) <= 24
+    if verify == "sampled":
+        assert 1 <= len(hashed[0] | hashed[1]) <= 16
+    if verify == "off":
+        assert not hashed[0] | hashed[1]
+
+
+def test_damage_in_a_part_that_a_rank_does_not_need_is_found_by_the_one_whose_turn_it_is(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.randn(12, 8) for i in range(8)}
+    save(tmp_path / "c", whole_boxes(tensors), HEADER)
+    file = tmp_path / "c" / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[data.index(tensors["t3"][11].numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+    found = []
+    for rank in (0, 1):
+        half = [Box(name, (12, 8), (6 * rank, 0), torch.zeros(6, 8)) for name in tensors]
+        try:
+            load(tmp_path / "c", half, among=(rank, 2))
+        except CheckpointError as error:
+            found.append(str(error))
+    assert len(found) == 1
+    assert "checksum of tensor t3" in found[0]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,26 +21,31 @@ from hf_side import start
 from safetensors.torch import load_file, save_file
 
 from pool import pool
-from small import assembled, by_hand, config_of, tokens, whole
+from small import assembled, config_of, tokens, whole
 from ultrascale import cli
-from ultrascale.assembly import logical_parameters
-from ultrascale.checkpoint import check
+from ultrascale.checkpoint import check, rewrite
 from ultrascale.checkpoint.boxes import Box, CheckpointError
 from ultrascale.checkpoint.convert import from_hf, to_hf
 from ultrascale.checkpoint.folder import folder_name
 from ultrascale.checkpoint.hugging_face import open_folder
 from ultrascale.checkpoint.read import load
 from ultrascale.checkpoint.state import state_boxes
+from ultrascale.checkpoint.stored import Places, Reader
+from ultrascale.checkpoint.values import numbers
 from ultrascale.checkpoint.workers import Workers
 from ultrascale.checkpoint.write import save
-from ultrascale.config.schema import Config, Model
+from ultrascale.config.load import load as load_config
+from ultrascale.config.model_section import Model
+from ultrascale.config.resolve import resolve, smallest_world
+from ultrascale.config.schema import Config, Init
 from ultrascale.generation import load_model
 from ultrascale.models import hugging_face as mappings
 from ultrascale.models.batch import MicroBatch
 from ultrascale.models.family import load_family
-from ultrascale.models.hugging_face import Logical, Part, differences
+from ultrascale.models.hugging_face import Logical, Part
 from ultrascale.models.hugging_face import logical_parameters as their_parameters
-from ultrascale.models.hugging_face_families import of_model
+from ultrascale.models.hugging_face_config import differences, model_of
+from ultrascale.models.hugging_face_families import of_config, of_model
 from ultrascale.parallel.passes import Pass
 
 SCALING = {
@@ -57,6 +63,23 @@ YARN = {
     "beta_slow": 1.0,
     "truncate": True,
 }
+LATENT = {
+    "family": "deepseek_v3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "scoring_func": "sigmoid",
+    "router_bias_update_rate": 0.001,
+}
+"""rope_interleave is theirs alone: here halves are turned, whatever a folder pairs."""
 MODELS: dict[str, dict[str, Any]] = {
     "heads 4 of 2": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "heads 12 of 4": {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48},
@@ -108,6 +131,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": (1,),
         "sliding_window": 9,
     },
+    "deepseek_v3": {
+        **LATENT,
+        "q_lora_rank": 12,
+        "num_hidden_layers": 3,
+        "n_shared_experts": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+    },
+    "deepseek_v3, halves": {**LATENT, "rope_interleave": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
 }
 MIXTURES = [name for name, model in MODELS.items() if "num_experts" in model]
 KINDS = {
@@ -115,12 +149,14 @@ KINDS = {
     "qwen3": transformers.Qwen3Config,
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
+    "deepseek_v3": transformers.DeepseekV3Config,
 }
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 67, "rope_theta": 20000.0}
 
 
 def model_keys(name: str) -> dict[str, Any]:
-    return {f"model.{key}": value for key, value in (SIZE | MODELS[name]).items()} | {"model.rms_norm_eps": 1e-6}
+    values = {key: value for key, value in (SIZE | MODELS[name]).items() if key != "rope_interleave"}
+    return {f"model.{key}": value for key, value in values.items()} | {"model.rms_norm_eps": 1e-6}
 
 
 @cache
@@ -138,9 +174,17 @@ def made(name: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     if family == "mixtral":
         values |= {"num_local_experts": values.pop("num_experts")}
         values |= {"intermediate_size": values.pop("moe_intermediate_size")}
+    if family == "deepseek_v3":
+        values |= {"n_routed_experts": values.pop("num_experts"), "num_mtp_layers": 0}
+        values = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, **values}
+        del values["scoring_func"], values["router_bias_update_rate"]
     values |= {key: list(values[key]) for key in ("layer_types", "mlp_only_layers") if key in values}
     config = kind(**values, rope_parameters=rope, initializer_range=0.2, use_cache=False)
-    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+    return model.to(dtype).eval()
 
 
 @pytest.fixture
@@ -171,8 +215,8 @@ def outward(source: Path, target: Path, **options: Any) -> Path:
 def test_the_mapping_names_the_parameters_of_the_family_in_their_shapes(name: str) -> None:
     config = config_of(model_keys(name))
     mapping = of_model(config.model)
-    layouts = logical_parameters(config, load_family(config.model.family)(config), by_hand(config, 0))
-    expected = {layout.name: layout.shape for layout in layouts}
+    boxes = state_boxes(assembled(config).optimizer, owned=False)
+    expected = {box.name: box.shape for box in boxes if "/" not in box.name}
     assert {name: one.shape for name, one in their_parameters(mapping, config.model).items()} == expected
 
 
@@ -255,8 +299,8 @@ def test_a_parameter_of_several_tensors_there_is_one_here(
     parts = tuple(Part(f"expert.{e}.weight", (e, 0, 0), (1, 5, 4), (5, 4)) for e in range(3))
     original = mappings.logical_parameters
 
-    def with_experts(*arguments: Any) -> dict[str, Logical]:
-        return original(*arguments) | {"experts.weight": Logical((3, 5, 4), parts)}
+    def with_experts(*arguments: Any, **options: Any) -> dict[str, Logical]:
+        return original(*arguments, **options) | {"experts.weight": Logical((3, 5, 4), parts)}
 
     monkeypatch.setattr(mappings, "logical_parameters", with_experts)
     experts = torch.randn(3, 5, 4).to(torch.bfloat16)
@@ -282,6 +326,7 @@ def our_logits(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_exported_loads_in_transformers_with_our_logits(tmp_path: Path, name: str) -> None:
+    """BL-147, BL-150, BL-151: at 64 positions, with heads of every kind, whichever features a folder turns together."""
     config = config_of(
         {
             **model_keys(name),
@@ -305,6 +350,18 @@ def test_what_is_exported_loads_in_transformers_with_our_logits(tmp_path: Path, 
     assert logits.std() > 0.1
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3, halves"])
+def test_what_is_imported_has_the_logits_of_transformers_biases_of_routers_too(tmp_path: Path, name: str) -> None:
+    """BL-147. Theirs go out with biases that decide which experts a token gets."""
+    theirs = made(name, torch.float32)
+    theirs.save_pretrained(tmp_path / "hf")
+    ids = torch.randint(0, 67, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = theirs(input_ids=ids).logits
+    ours = our_logits(inward(tmp_path / "hf", tmp_path / "c"), ids)
+    assert (ours - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "tp=2": (2, {"parallel.tp": 2}),
@@ -324,6 +381,9 @@ STARTED = [
     ("qwen3_moe", "tp=2, experts over tp"),
     ("qwen3_moe", "dp=2, zero 3"),
     ("qwen3_moe, one layer dense", "ep=2"),
+    ("deepseek_v3", "tp=2 ep=2"),
+    ("deepseek_v3", "dp=2, zero 3"),
+    ("deepseek_v3, halves", "tp=2 pp=2"),
 ]
 
 
@@ -335,7 +395,8 @@ def test_a_run_starts_from_a_folder_under_any_layout_and_reads_only_its_own_byte
     made(name, torch.bfloat16).save_pretrained(tmp_path / "hf", max_shard_size="12KB")
     config = config_of({**model_keys(name), **overrides, "precision.compute": "float32"}, world)
     path = str(tmp_path / "hf")
-    ranks = [start(None, config, path)] if world == 1 else pool(world).run(start, config, path)
+    init = Init(from_hf=path)
+    ranks = [start(None, config, init)] if world == 1 else pool(world).run(start, config, init)
     found = whole([rank["weights"] for rank in ranks])
     expected = tensors_by_our_names(Path(path), config)
     assert found.keys() == expected.keys()
@@ -356,11 +417,14 @@ def test_a_run_starts_from_a_folder_under_any_layout_and_reads_only_its_own_byte
 
 def tensors_by_our_names(path: Path, config: Config) -> dict[str, np.ndarray]:
     theirs = tensors_of(path)
-    named = their_parameters(of_model(config.model), config.model)
-    return {
-        name: np.stack([theirs[part.theirs].double().numpy() for part in one.parts]).reshape(one.shape)
-        for name, one in named.items()
-    }
+    named = their_parameters(
+        of_model(config.model), config.model, config=json.loads((path / "config.json").read_text())
+    )
+    found = {}
+    for name, one in named.items():
+        values = np.stack([theirs[part.theirs].double().numpy() for part in one.parts]).reshape(one.shape)
+        found[name] = values if one.rows is None else values[one.rows.stored(0, one.shape[0])]
+    return found
 
 
 Edit = Callable[[Path], None]
@@ -525,6 +589,7 @@ def test_a_damaged_checkpoint_is_not_exported(folder: Path, tmp_path: Path) -> N
     assert not (tmp_path / "back").exists()
 
 
+DENSE = {"family": "deepseek_v3", "scoring_func": "sigmoid"}
 MIXTURE = {"family": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -538,6 +603,11 @@ def test_a_family_without_a_mapping_and_tensors_that_it_has_not_are_refused(tmp_
             ({"layer_types": ["full_attention"] * 2}, boxes, "LlamaForCausalLM has no model.layer_types"),
             ({"num_hidden_layers": 1}, boxes, "tensor layers.1.* has no place in the family's mapping"),
             (MIXTURE | {"norm_topk_prob": False}, boxes, r"MixtralForCausalLM has no model\.norm_topk_prob=False"),
+            (
+                DENSE,
+                boxes,
+                r"DeepseekV3ForCausalLM has no model\.num_experts=null, model\.n_shared_experts=0, model\.router_b",
+            ),
             ({"vocab_size": 66}, boxes, r"embed_tokens.weight has shape \[67, 32\]; its config makes it \[66, 32\]"),
         ],
         start=1,
@@ -570,7 +640,7 @@ def test_masters_that_cannot_hold_the_weights_are_refused(tmp_path: Path) -> Non
     made.cache_clear()
     config = config_of({**model_keys("heads 4 of 2"), "precision.compute": "float32"})
     with pytest.raises(CheckpointError, match="is float64 there and masters are float32"):
-        start(None, config, str(tmp_path / "hf"))
+        start(None, config, Init(from_hf=str(tmp_path / "hf")))
 
 
 def test_commands_convert_without_torch_and_without_transformers(folder: Path, tmp_path: Path) -> None:
@@ -613,7 +683,7 @@ def test_a_checkpoint_and_the_folder_it_came_from_hold_the_same_values(
     assert {row["elements"] for row in rows} == {0}
 
 
-@pytest.mark.parametrize("name", ["window", "qwen3", "mixtral", "qwen3_moe, one layer dense"])
+@pytest.mark.parametrize("name", ["window", "qwen3", "mixtral", "qwen3_moe, one layer dense", "deepseek_v3"])
 def test_the_commands_know_every_family(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     made(name, torch.bfloat16).save_pretrained(tmp_path / "hf")
     for words in (
@@ -636,3 +706,165 @@ def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> N
         cli.main(["convert", name, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.partition("example:\n  ")[2].startswith(f"ultrascale convert {name} ")
+
+
+def row_order_of_heads(head: int, rope: int, heads: int) -> np.ndarray:
+    """Which of the rows of neighbouring pairs are those of halves, one by one."""
+    halves = [*range(0, rope, 2), *range(1, rope, 2)]
+    return np.array([h * head + (i if i < head - rope else head - rope + halves[i - head + rope])
+                     for h in range(heads) for i in range(head)])  # fmt: skip
+
+
+def test_rows_of_rotated_parts_are_dealt_out_anew_and_no_others(tmp_path: Path) -> None:
+    """In every part of a folder and of a matrix: heads that a cut goes through too."""
+    made("deepseek_v3", torch.bfloat16).save_pretrained(tmp_path / "hf")
+    theirs, stored = tensors_of(tmp_path / "hf"), open_folder(tmp_path / "hf").stored
+    cases = {"q_b_proj": row_order_of_heads(14, 8, 4), "kv_a_proj_with_mqa": row_order_of_heads(18, 8, 1)}
+    with Reader() as reader:
+        for name, rows in cases.items():
+            tensor = stored[f"layers.1.attention.{name}.weight"]
+            bits = theirs[f"model.layers.1.self_attn.{name}.weight"].view(torch.uint16).numpy()[rows]
+            assert not np.array_equal(rows, np.arange(len(rows)))
+            for row, count in ((0, len(rows)), (5, 7), (8, 1), (9, 9)):
+                found = reader.box(Places(tensor).touching((row, 3), (count, 5)), (row, 3), (count, 5))
+                np.testing.assert_array_equal(found, bits[row : row + count, 3:8], err_msg=f"{name} {row}")
+        other = stored["layers.1.attention.kv_b_proj.weight"]
+        whole_of_it = theirs["model.layers.1.self_attn.kv_b_proj.weight"].view(torch.uint16).numpy()
+        np.testing.assert_array_equal(reader.box(other, (0, 0), other.shape), whole_of_it)
+
+
+def test_biases_of_routers_stay_wide_in_what_a_run_exports(tmp_path: Path) -> None:
+    config = config_of({**model_keys("deepseek_v3"), "precision.compute": "bfloat16"})
+    assembly = assembled(config)
+    key = "model.layers.2.mlp.gate.e_score_correction_bias"
+    for kept in assembly.store.kept:
+        kept.tensor.copy_(torch.arange(6) * 0.001 + 1.0)
+    saved = {**header(3), "config": config.model_dump(mode="json")}
+    save(tmp_path / folder_name(3), list(state_boxes(assembly.optimizer, owned=True)), saved)
+    for number, options in enumerate(({}, {"dtype": "bfloat16"})):
+        tensors = tensors_of(outward(tmp_path / folder_name(3), tmp_path / str(number), **options))
+        assert tensors[key].dtype == torch.float32
+        assert torch.equal(tensors[key], torch.arange(6) * 0.001 + 1.0)
+        assert {t.dtype for name, t in tensors.items() if "e_score" not in name} == {torch.bfloat16}
+    written = json.loads((tmp_path / "0" / "config.json").read_text())
+    assert (written["scoring_func"], written["topk_method"]) == ("sigmoid", "noaux_tc")
+
+
+QUANTISED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 16]}
+
+
+def quantised(path: Path) -> dict[str, torch.Tensor]:
+    """Makes the matrices of all blocks float8 with a factor for each 8 × 16; returns what they mean now."""
+    means = {}
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            weight = tensors[name].float()
+            grid = [-(-size // block) for size, block in zip(weight.shape, (8, 16), strict=True)]
+            factors = torch.rand(grid, generator=torch.Generator().manual_seed(len(means))) / 100 + 0.001
+            spread = factors.repeat_interleave(8, 0).repeat_interleave(16, 1)[: weight.shape[0], : weight.shape[1]]
+            tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[name + "_scale_inv"] = factors
+            means[name] = tensors[name].float() * spread
+
+    tensor_edit(change)(path)
+    config_edit(quantization_config=QUANTISED)(path)
+    return means
+
+
+def test_float8_in_scaled_blocks_is_widened(tmp_path: Path) -> None:
+    made("deepseek_v3", torch.bfloat16).save_pretrained(tmp_path / "hf")
+    rest = tensors_of(tmp_path / "hf")
+    means = quantised(tmp_path / "hf")
+    assert any(".experts.3." in name for name in means)
+    wide = tensors_of(outward(inward(tmp_path / "hf", tmp_path / "c"), tmp_path / "wide", dtype="float32"))
+    assert wide.keys() == rest.keys()
+    for name, tensor in wide.items():
+        assert torch.equal(tensor, means.get(name, rest[name].float())), name
+    back = outward(tmp_path / "c", tmp_path / "back")
+    assert {tensor.dtype for tensor in tensors_of(back).values()} == {torch.bfloat16}
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    # A rank that starts from the folder itself reads the same, through heads and blocks that its cut divides.
+    overrides = {"parallel.tp": 2, "parallel.ep": 2, "precision.compute": "float32"}
+    config = config_of({**model_keys("deepseek_v3"), **overrides}, 4)
+    found = whole([rank["weights"] for rank in pool(4).run(start, config, Init(from_hf=str(tmp_path / "hf")))])
+    with Reader() as reader:
+        for name, tensor in open_folder(tmp_path / "hf").stored.items():
+            values = numbers(reader.box(tensor, (0,) * len(tensor.shape), tensor.shape), tensor.dtype)
+            np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_a_factor_of_float8_that_is_missing_or_has_another_shape_is_named(tmp_path: Path) -> None:
+    made("deepseek_v3", torch.bfloat16).save_pretrained(tmp_path / "hf")
+    quantised(tmp_path / "hf")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensor_edit(lambda t: t.update({f"{name}_scale_inv": t[f"{name}_scale_inv"][:2].clone()}))(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=rf"{name}_scale_inv is float32 of shape \[2, 2\]; .*shape \[3, 2\]"):
+        inward(tmp_path / "hf", tmp_path / "c")
+    tensor_edit(lambda t: t.pop(f"{name}_scale_inv"))(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=rf"{name}_scale_inv is missing, which scales {name}"):
+        inward(tmp_path / "hf", tmp_path / "c")
+    config_edit(quantization_config=...)(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="has dtype float8_e4m3fn"):
+        inward(tmp_path / "hf", tmp_path / "c")
+
+
+@pytest.mark.parametrize("what", ["heads", "one value"])
+def test_an_export_that_holds_other_values_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """BL-154: converted models that say garbage. Rows that lie as ours do; one value that slipped."""
+    made("deepseek_v3", torch.bfloat16).save_pretrained(tmp_path / "hf")
+    inward(tmp_path / "hf", tmp_path / "c")
+    original = rewrite.write_piece
+
+    def broken(path: str, start: int, tensor: Any, piece: Any, block: int) -> str:
+        if what == "heads" and piece.name.endswith("1.attention.q_b_proj.weight"):
+            tensor = replace(tensor, rows=None)
+        checksum = original(path, start, tensor, piece, block)
+        if what == "one value" and piece.name.endswith("2.moe.router.bias"):
+            with open(path, "r+b") as file:
+                file.seek(start + 3)
+                file.write(b"\x01")
+        return checksum
+
+    monkeypatch.setattr(rewrite, "write_piece", broken)
+    name = "q_b_proj.weight" if what == "heads" else "router.bias"
+    with pytest.raises(CheckpointError, match=f"{name} came out otherwise than it was read; nothing is kept"):
+        outward(tmp_path / "c", tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "hf"]
+
+
+# What the published config.json of DeepSeek-V3 says of the model; its numbers are whole where ours need not be.
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "quantization_config": {**QUANTISED, "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+
+
+def test_the_published_config_of_deepseek_v3_is_the_model_of_our_config() -> None:
+    ours = load_config(Path(__file__).parents[2] / "configs" / "deepseek_v3.yaml").config
+    found = model_of(of_config(DEEPSEEK_V3), DEEPSEEK_V3)
+    # The base was trained without the scaling, which stretches it afterwards.
+    base = resolve(ours, smallest_world(ours)).model
+    differing = differences(base.model_copy(update={"rope_scaling": found.rope_scaling}), found)
+    assert [text for text in differing if "num_nextn_predict_layers" not in text] == []
+    tensors = their_parameters(of_model(found), found)
+    sizes = load_family("deepseek_v3")(ours.model_copy(update={"model": found})).sizes()
+    count = sum(int(np.prod(one.shape)) for name, one in tensors.items() if not name.endswith("router.bias"))
+    assert count == sizes.parameters + sizes.mtp_parameters
+    # Experts, router and its bias, shared ones; two norms and seven of attention; embedding, norm and head.
+    decoder = [one for name, one in tensors.items() if not name.startswith("mtp.")]
+    assert sum(len(one.parts) for one in decoder) == 58 * (3 * 256 + 2 + 3) + 3 * 3 + 61 * (2 + 7) + 3

@@ -143,6 +143,27 @@ def test_the_files_are_those_that_a_run_under_the_layout_saves(
     same_files(source, resharded(tmp_path / "resharded", tmp_path / "one", {}))
 
 
+MIXTURE = {
+    **MODEL,
+    "model.family": "qwen3_moe",
+    "model.num_hidden_layers": 2,
+    "model.num_experts": 4,
+    "model.num_experts_per_tok": 2,
+    "model.moe_intermediate_size": 12,
+    "model.router_bias_update_rate": 0.1,
+    "precision.compute": "float32",
+}
+
+
+@pytest.mark.parametrize("layout", [{"ep": 2, "tp": 2, "zero_stage": 1}, {"dp": 2, "ep": 2, "zero_stage": 3}], ids=str)
+def test_experts_and_biases_of_routers_are_cut_as_a_run_saves_them(tmp_path: Path, layout: dict[str, Any]) -> None:
+    source = saved_under({}, MIXTURE, None, tmp_path / "one")
+    expected = saved_under(layout, MIXTURE, source, tmp_path / "saved")
+    assert "layers.1.moe.router.bias" in read_manifest(expected).tensors
+    same_files(expected, resharded(source, tmp_path / "resharded", layout))
+    same_files(source, resharded(tmp_path / "resharded", tmp_path / "back", {}))
+
+
 NAMES = list(LAYOUTS)
 NEAR = [(a, NAMES[(place + step) % len(NAMES)]) for place, a in enumerate(NAMES) for step in (1, 2, 5, 7)]
 REST = [(a, b) for a in NAMES for b in NAMES if a != b and (a, b) not in NEAR]

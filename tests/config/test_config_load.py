@@ -178,6 +178,8 @@ OTHER = {
     "model.routed_scaling_factor": "2.5", "model.n_group": "2", "model.topk_group": "2",
     "model.decoder_sparse_step": "2", "model.mlp_only_layers": "[0]", "model.first_k_dense_replace": "1",
     "model.router_bias_update_rate": "0.01", "model.router_aux_loss_coef": "0.01", "model.router_z_loss_coef": "0.01",
+    "model.router_aux_loss_scope": "global_batch", "model.router_jitter_noise": "0.01",
+    "model.expert_capacity_factor": "1.5", "parallel.expert_dispatch": "all_gather", "precision.combine": "compute",
     "batch.global_size": "32", "batch.micro_size": "4", "batch.sequence_length": "128",
     "data.train": "[{path: a, weight: 2}]", "data.validation": "null", "data.tokenizer": "t.json",
     "data.document_mask": "true", "data.reset_positions": "true", "data.packing": "best_fit",
@@ -190,9 +192,11 @@ OTHER = {
     "schedule.decay_steps": "5", "schedule.min_lr": "1e-4",
     "precision.compute": "float64", "precision.recipe": "x", "precision.reduce": "bfloat16",
     "recompute.mode": "full", "evaluation.every": "5", "evaluation.batches": "2",
-    "checkpoint.every": "1", "checkpoint.keep": "null", "checkpoint.asynchronous": "true",
+    "checkpoint.every": "1", "checkpoint.keep": "null", "checkpoint.asynchronous": "false",
+    "checkpoint.every_minutes": "5", "checkpoint.keep_every": "10", "checkpoint.storage": "memory://x",
     "checkpoint.verify": "sampled", "checkpoint.allow_changes": "[model.rope_theta]",
-    "init.from_hf": "x", "observe.console_every": "2",
+    "checkpoint.export_hf": "x", "init.from_hf": "x", "init.from_checkpoint": "y",
+    "init.rules": "[{match: lm_head.weight, action: fresh}]", "observe.console_every": "2",
     "observe.replica_check_every": "5", "profile.timeline": "true",
 }  # fmt: skip
 

@@ -9,8 +9,8 @@ from config_cases import DEBUG, checked, refusal
 
 from ultrascale.config import rules
 from ultrascale.config.load import load
+from ultrascale.config.model_section import LinearScaling, YarnScaling
 from ultrascale.config.render import to_yaml
-from ultrascale.config.schema import LinearScaling, YarnScaling
 
 YARN = "rope_type: yarn, factor: 4, original_max_position_embeddings: 64"
 LLAMA3 = "rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 64"

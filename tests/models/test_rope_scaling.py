@@ -11,7 +11,7 @@ import torch
 from their_rope import their_scaled
 
 from small import assembled, config_of
-from ultrascale.config.schema import Model
+from ultrascale.config.model_section import Model
 from ultrascale.models.rope import inverse_frequencies, rotation
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -23,7 +23,8 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 
 from pool import pool
 from small import assembled, boxes, config_of, tokens, whole
-from ultrascale.config.schema import Config, Model
+from ultrascale.config.model_section import Model
+from ultrascale.config.schema import Config
 from ultrascale.models.family import load_family
 from ultrascale.models.sizes import attention_sizes
 

@@ -11,7 +11,7 @@ import transformers
 from transformers import modeling_rope_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ultrascale.config.schema import Model
+from ultrascale.config.model_section import Model
 
 WIDE = SimpleNamespace(
     **{name: getattr(torch, name) for name in ("arange", "clamp", "where", "int64")},

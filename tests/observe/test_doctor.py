@@ -22,7 +22,7 @@ TORCH = Torch("2.11.0", "13.0", 16, {"gloo": "", "nccl": "2.28.9"})
 GPUS = (Gpu("NVIDIA H200", 139 << 30, "9.0"),) * 8
 CORE = Package("torch", ">=2.11", None, "2.11.0")
 FLASH = Package("flash-attn", ">=2.7,<3", "flash", None)
-WHOLE = Machine(HOST, "3.12.3", "python", TORCH, "580.65.06", GPUS, (CORE, FLASH), "1", "/cache", True)
+WHOLE = Machine(HOST, "3.12.3", "python", TORCH, "580.65.06", GPUS, (CORE, FLASH), "1", "/cache", True, None)
 
 
 def test_this_machine_is_what_python_and_torch_say_of_it() -> None:
@@ -113,6 +113,18 @@ def test_a_gpu_that_is_too_old_is_said_with_what_runs_instead(capsys: pytest.Cap
     assert report.attention == "reference"
     show(report)
     assert "needs a GPU of compute capability 8.0 (Ampere) or later, and this one has 7.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("version", "line"), [(None, "not installed"), ("1.2.1+abc", "1.2.1+abc\n")])
+def test_deep_ep_is_there_or_how_it_comes_there(
+    version: str | None, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = examine(replace(WHOLE, deep_ep=version))
+    assert report.as_json()["deep_ep"] == version
+    show(report)
+    text = capsys.readouterr().out
+    assert line in next(part for part in text.split("deep_ep")[1:2])
+    assert ("github.com/deepseek-ai/DeepEP" in text) == (version is None)
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:

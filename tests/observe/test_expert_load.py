@@ -14,7 +14,7 @@ import pytest
 
 from recorded_run import lines, metrics, write_run
 from ultrascale.observe.console import Console
-from ultrascale.observe.expert_load import balance_figures, busiest, entropy
+from ultrascale.observe.expert_load import balance_figures, busiest, dropped_figures, entropy
 from ultrascale.observe.expert_pictures import CURVES, EARLIER
 from ultrascale.observe.heat_map import COLOURS, EDGES, NOTHING, UNKNOWN, Axes, colour, heat_map, loads_of
 from ultrascale.observe.report import page
@@ -51,6 +51,13 @@ def test_load_and_entropy_are_their_definitions(tokens: list[int], load: float |
     assert balance_figures([tokens, [1, 1]]) == {
         "expert_load": [busiest(tokens), 1.0],
         "expert_entropy": [entropy(tokens), 1.0],
+    }
+
+
+def test_dropped_choices_are_counted_and_shares_are_of_all_choices() -> None:
+    assert dropped_figures([[3, 5], [0, 0]], [2, 0]) == {
+        "expert_dropped": [2, 0],
+        "expert_dropped_share": [0.25, 0.0],
     }
 
 

@@ -134,6 +134,7 @@ HYBRID = zero.cell(1, 4, {"parallel.dp": 4, "batch.micro_size": 1}, zero.HYBRID)
 ZB_V = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "zb_v"})
 DUALPIPE = Cell(2, {"parallel.pp": 2, "pipeline.schedule": "dualpipe", **TIED})
 EP2, MOE_TP2 = moe.cell(moe.QWEN3, {"ep": 2}), moe.cell(moe.QWEN3, {"tp": 2}, moe.SP)
+EP2_GATHER = moe.cell(moe.QWEN3, {"ep": 2}, moe.GATHER)
 RING2, RING4 = context.cell("ring", 2), context.cell("ring", 4)
 MTP_PP2, MTP_CP2 = mtp.cell(mtp.pp("1f1b")), mtp.cell(mtp.cp("ring"), mtp.tp(mtp.SP), context.DOCUMENTS)
 MLA_SP, MLA_NO_SP = (mla.cell(mla.tp(2, form)) for form in (mla.SP, mla.NO_SP))
@@ -151,6 +152,12 @@ FAULTS = [
     ),
     ("routers_are_balanced_by_local_counts", moe.cell(moe.QWEN3, {"ep": 2}, moe.BIASED), r"weights of .*router\.bias"),
     ("biases_are_held_in_bfloat16", moe.cell(moe.QWEN3, {"ep": 2}, moe.BIASED), r"weights of \w"),
+    ("routers_are_balanced_by_local_counts", moe.cell(moe.QWEN3, {"ep": 2}, moe.OF_BATCH), r"weights of router\.load"),
+    ("outputs_of_other_ranks_experts_are_left_out", EP2_GATHER, r"gradients of \w"),
+    ("gradients_of_gathered_tokens_are_not_summed", EP2_GATHER, r"gradients of \w"),
+    ("room_of_experts_is_counted_by_rank", moe.cell(moe.QWEN3, {"tp": 2}, moe.NO_SP, moe.DROPS), r"gradients of \w"),
+    ("places_are_those_in_memory", moe.cell(moe.QWEN3, {"cp": 2}, moe.DROPS), r"gradients of \w"),
+    ("noise_is_drawn_by_row_of_the_micro_batch", moe.cell(moe.QWEN3, {"ep": 2}, moe.NOISY), r"gradients of \w"),
     ("gradients_are_not_summed_over_cp", RING2, r"gradients of \w"),
     ("parts_of_attention_are_averaged", RING2, r"gradients of \w"),
     ("gradients_of_keys_do_not_come_home", RING2, r"gradients of .*[kv]_proj\.weight"),

@@ -18,7 +18,7 @@ from ultrascale import trainer
 from ultrascale.assembly import Assembly
 from ultrascale.comm.ledger import Row
 from ultrascale.config.schema import Config
-from ultrascale.models import transformer
+from ultrascale.models import stage
 from ultrascale.models.batch import StepBatch
 from ultrascale.precision.policy import Policy, wide
 
@@ -40,10 +40,10 @@ def first_matrix(assembly: Assembly, name: str) -> tuple[torch.nn.Parameter, tor
 
 
 def test_the_policy_of_each_compute_dtype() -> None:
-    assert Policy.of(config_of({"precision.compute": "float64"})) == Policy(*[torch.float64] * 4)
-    assert Policy.of(config_of({"precision.compute": "float32"})) == Policy(*[torch.float32] * 4)
+    assert Policy.of(config_of({"precision.compute": "float64"})) == Policy(*[torch.float64] * 5)
+    assert Policy.of(config_of({"precision.compute": "float32"})) == Policy(*[torch.float32] * 5)
     bf16 = Policy.of(config_of({"precision.compute": "bfloat16"}))
-    assert bf16 == Policy(torch.bfloat16, torch.float32, torch.float32, torch.float32)
+    assert bf16 == Policy(torch.bfloat16, *[torch.float32] * 4)
     narrow = Policy.of(config_of({"precision.compute": "bfloat16", "precision.reduce": "bfloat16"}))
     assert (narrow.accumulate, narrow.reduce) == (torch.float32, torch.bfloat16)
     assert [wide(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [torch.float32] * 3
@@ -89,14 +89,14 @@ def test_many_equal_micro_batches_give_many_times_one_gradient() -> None:
 
 def test_sums_and_norms_of_bfloat16_are_float32_or_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[torch.dtype] = []
-    original = transformer.rotation
+    original = stage.rotation
 
     def watched(*args: Any) -> Any:
         made = original(*args)
         tables.extend(table.dtype for table in made)
         return made
 
-    monkeypatch.setattr(transformer, "rotation", watched)
+    monkeypatch.setattr(stage, "rotation", watched)
     assembly = assembled(config_of({**BF16, "model.z_loss_coefficient": 0.01}))
     outputs = assembly.engine.run(step_batch_of(assembly, *tokens(assembly.config)))
     assembly.gradients.finish()

@@ -26,11 +26,15 @@ from trainer_cases import (
     yaml_file,
 )
 
+from ultrascale import trainer
+from ultrascale.checkpoint import background as backgrounds
 from ultrascale.checkpoint import snapshots
 from ultrascale.checkpoint.background import Background
 from ultrascale.checkpoint.boxes import Box, CheckpointError
 from ultrascale.checkpoint.folder import latest
 from ultrascale.checkpoint.manifest import read_manifest
+from ultrascale.checkpoint.state import refuse_not_finite, state_boxes
+from ultrascale.observe.run_folder import RunFolder
 
 EVERY = {"checkpoint.every": 1, "checkpoint.keep": None, "run.steps": 4}
 BESIDE = {**EVERY, "checkpoint.asynchronous": True}
@@ -43,7 +47,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def slow(rank: int) -> Any:
-    """Writing begins late, at another time on each rank: the next steps are over by then."""
+    """Writing begins late, at another time on each rank: the next steps are over by then (BL-081, NVIDIA-NeMo/
+    Megatron-Bridge#3267: the step that was written down was the one that training had come to)."""
     original = snapshots.save
 
     def save(*arguments: Any) -> int:
@@ -106,9 +111,8 @@ def test_one_save_runs_at_a_time_and_training_goes_on_during_it(tmp_path: Path) 
         assert threading.current_thread() is not threading.main_thread()
         running.append(header["step"])
         most.append(len(running))
-        seen = len(metrics(tmp_path / "run"))
-        until(lambda: len(metrics(tmp_path / "run")) > seen or header["step"] == 4)
-        steps_meanwhile.append(len(metrics(tmp_path / "run")) - seen)
+        until(lambda: len(metrics(tmp_path / "run")) > header["step"] or header["step"] == 4)
+        steps_meanwhile.append(len(metrics(tmp_path / "run")) - header["step"])
         result = original(folder, boxes, header, group)
         running.remove(header["step"])
         return result
@@ -204,3 +208,74 @@ def test_what_failed_is_raised_once_and_the_next_save_works() -> None:
     failing[0] = False
     beside.start(Path("d"), [box], {})
     beside.wait()
+
+
+@pytest.mark.parametrize("piece", [64, 1000, 1 << 20])
+def test_host_memory_has_room_for_every_box_and_hardly_more(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backgrounds, "PIECE_BYTES", piece)
+    kinds = (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64)
+    shapes = ((), (3, 5), (0, 4), (17,), (1, 1, 2), (40, 7))
+    sources = [torch.arange(s.numel()).view(s).to(kind) for kind in kinds for s in map(torch.Size, shapes)]
+    buffers = backgrounds.host_memory(sources, pinned=False)
+    for buffer, source in zip(buffers, sources, strict=True):
+        buffer.copy_(source)
+    for buffer, source in zip(buffers, sources, strict=True):
+        assert buffer.is_contiguous()
+        assert torch.equal(buffer, source), "no two share a byte"
+    pieces = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}
+    needed = sum(source.numel() * source.element_size() for source in sources)
+    assert needed <= sum(pieces.values()) <= needed + 64 * len(sources) + (len(pieces) - 1) * piece
+
+
+def a_weight_is_broken_in_step_3(rank: int) -> Any:
+    """After the update, where neither loss nor gradient of the step show it; on the last rank."""
+    original = trainer.train_step
+
+    def step(assembly: Any, batch: Any, number: int, *rest: Any) -> Any:
+        result = original(assembly, batch, number, *rest)
+        if number == 3:
+            assembly.optimizer.weights.settle()  # a gather under way would put back what was there
+        if number == 3 and rank == assembly.mesh.world_size - 1:
+            next(state_boxes(assembly.optimizer, owned=True)).tensor.detach().flatten()[-1:].fill_(float("inf"))
+        return result
+
+    return patch.object(trainer, "train_step", step)
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside training", "at once"])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, beside: bool) -> None:
+    settings = {**BESIDE, "checkpoint.asynchronous": beside, "run.steps": 1000, **LAYOUTS["dp2 zero1"][1]}
+    settings["observe.replica_check_every"] = 0  # it would see it first
+    outcomes = train(2, tmp_path / "run", settings, [a_weight_is_broken_in_step_3])
+    assert 0 not in codes(outcomes)
+    assert checkpoints(tmp_path / "run") == ["step-00000001", "step-00000002"]
+    said = status(tmp_path / "run")
+    assert (said["state"], said["exit_code"]) in (("failed", 1), ("stopped", 3))
+    assert len(metrics(tmp_path / "run")) < 6
+
+
+def test_what_overflows_in_a_sum_is_finite_and_saved() -> None:
+    large = torch.full((4,), 3e38)
+    refuse_not_finite([Box("w", (4,), (0,), large), Box("optimizer.exp_avg/w", (4,), (0,), large * torch.inf)])
+    with pytest.raises(CheckpointError, match="w hold values that are not finite: nothing is saved"):
+        refuse_not_finite([Box("w", (4,), (0,), large / 0)])
+
+
+def test_what_is_written_about_steps_is_on_disk_before_their_checkpoint_counts(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def synced(self: RunFolder) -> None:
+        order.append(f"lines up to {metrics(tmp_path / 'run')[-1]['step']}")
+
+    original = snapshots.save
+
+    def save(folder: Path, boxes: Any, header: Any, group: Any) -> int:
+        order.append(folder.name)
+        return original(folder, boxes, header, group)
+
+    with patch.object(RunFolder, "sync", synced), patch.object(snapshots, "save", save):
+        assert codes(train(1, tmp_path / "run", {**BESIDE, "checkpoint.every": 2})) == {0}
+    assert [one for one in order if one.startswith("step")] == ["step-00000002", "step-00000004"]
+    for place, name in ((0, "lines up to "), (2, "lines up to ")):
+        assert order[place].startswith(name)
+        assert int(order[place].removeprefix(name)) >= int(order[place + 1].removeprefix("step-"))

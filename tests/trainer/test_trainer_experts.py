@@ -3,6 +3,7 @@ layout."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ MOE: dict[str, Any] = {
     "model.moe_intermediate_size": 16,
     "model.router_bias_update_rate": RATE,
     "model.router_aux_loss_coef": 0.01,
+    "model.router_aux_loss_scope": "global_batch",
+    "model.router_jitter_noise": 0.1,
+    "model.expert_capacity_factor": 1.0,
     "precision.compute": "float64",
     "observe.console_every": 2,
 }
@@ -53,7 +57,7 @@ def test_other_layouts_say_the_same_and_a_rank_may_have_no_router(tmp_path: Path
     train(1, tmp_path / "one", MOE)
     for name, axes in (("pp", {"parallel.pp": 2}), ("ep", {"parallel.ep": 2})):
         assert codes(train(2, tmp_path / name, {**MOE, **axes})) == {0}
-        keys = ("expert_load", "expert_entropy", "router_bias_range")
+        keys = ("expert_load", "expert_entropy", "router_bias_range", "expert_dropped", "expert_dropped_share")
         expected = [{key: line[key] for key in keys} for line in metrics(tmp_path / "one")]
         assert [{key: line[key] for key in keys} for line in metrics(tmp_path / name)] == expected
         assert lines(tmp_path / name / "expert_load.jsonl") == lines(tmp_path / "one" / "expert_load.jsonl")
@@ -66,9 +70,27 @@ def test_a_resumed_run_has_the_figures_and_counts_of_one_that_went_through(tmp_p
     assert len(lines(tmp_path / "parts" / "expert_load.jsonl")) == 2
     for newest in (tmp_path / "parts" / "checkpoints").glob("step-00000004"):
         newest.rename(tmp_path / "away")  # it goes on from step 3, and step 4 comes again
+    shutil.copytree(tmp_path / "parts", tmp_path / "cut")
+    train(2, tmp_path / "cut", {**MOE, "parallel.ep": 2})
+    for record, expected in zip(metrics(tmp_path / "cut"), metrics(tmp_path / "whole"), strict=True):
+        assert record["expert_load"] == expected["expert_load"]
+        for name in ("loss", "aux_balance", "grad_norm"):
+            assert record[name] == pytest.approx(expected[name], rel=1e-9)
     train(1, tmp_path / "parts", MOE)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     assert lines(tmp_path / "parts" / "expert_load.jsonl") == lines(tmp_path / "whole" / "expert_load.jsonl")
+
+
+def test_what_experts_had_no_room_for_is_said(tmp_path: Path) -> None:
+    """With room for an even share alone, something is dropped, and with room for all nothing."""
+    train(1, tmp_path / "even", {**MOE, "run.steps": 2})
+    for record in metrics(tmp_path / "even"):
+        assert all(0 < count < 4 * 8 * 2 for count in record["expert_dropped"])
+        assert record["expert_dropped_share"] == [count / (4 * 8 * 2) for count in record["expert_dropped"]]
+    train(1, tmp_path / "most", {**MOE, "run.steps": 1, "model.expert_capacity_factor": 1.9})
+    assert metrics(tmp_path / "most")[0]["expert_dropped"] == [0, 0]
+    train(1, tmp_path / "free", {**MOE, "run.steps": 1, "model.expert_capacity_factor": None})
+    assert not {"expert_dropped", "expert_dropped_share"} & metrics(tmp_path / "free")[0].keys()
 
 
 def test_without_biases_or_experts_nothing_is_said_of_them(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_cases import checkpoints, codes, lines, metrics, status, train
+from trainer_cases import checkpoints, codes, config_of, lines, metrics, status, train
 
 from ultrascale import cli
+from ultrascale.checkpoint import check
 
 # One step that changes nothing: what is exported afterwards are the weights of the first loss.
 STILL = {"optimizer.lr": 0.0, "run.steps": 1, "checkpoint.every": 1}
@@ -52,11 +53,27 @@ def test_the_first_loss_is_that_of_the_folders_weights_under_any_layout(
     assert not [e for e in events if e["event"] == "first_loss"]
 
 
-MIXTURE = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.router_aux_loss_coef": 0.01}
+MIXTURE = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.router_aux_loss_coef": 0.01,
+           "model.router_aux_loss_scope": "global_batch"}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model.sliding_window": 5, "parallel.tp": 2},
     "qwen3": {"model.family": "qwen3", "parallel.pp": 2},
     "mixtral": {**MIXTURE, "model.family": "mixtral", "model.moe_intermediate_size": 24, "parallel.ep": 2},
+    "deepseek_v3": {
+        **MIXTURE,
+        "model.family": "deepseek_v3",
+        "model.num_key_value_heads": None,
+        "model.kv_lora_rank": 8,
+        "model.qk_nope_head_dim": 4,
+        "model.qk_rope_head_dim": 4,
+        "model.v_head_dim": 4,
+        "model.moe_intermediate_size": 12,
+        "model.n_shared_experts": 1,
+        "model.first_k_dense_replace": 1,
+        "model.scoring_func": "sigmoid",
+        "model.router_bias_update_rate": 0.0,
+        "parallel.tp": 2,
+    },
     "qwen3_moe": {
         **MIXTURE,
         "model.family": "qwen3_moe",
@@ -101,3 +118,89 @@ def test_the_end_of_such_a_run_goes_out_again_with_the_files_that_came_with_it(e
     convert("to-hf", tmp_path / "run", tmp_path / "out", "--dtype", "bfloat16")
     assert (tmp_path / "out" / "special_tokens_map.json").exists()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def same_folder(a: Path, b: Path) -> None:
+    assert sorted(path.name for path in a.iterdir()) == sorted(path.name for path in b.iterdir())
+    for path in a.iterdir():
+        assert path.read_bytes() == (b / path.name).read_bytes(), path.name
+
+
+def test_the_end_of_a_run_goes_out_by_itself_as_convert_writes_it(tmp_path: Path) -> None:
+    settings = {"run.steps": 2, "checkpoint.every": 1, "checkpoint.export_hf": "hugging_face", "parallel.tp": 2}
+    assert codes(train(2, tmp_path / "run", settings)) == {0}
+    convert("to-hf", tmp_path / "run", tmp_path / "by_hand")
+    first = tmp_path / "run" / "hugging_face" / "step-00000002"
+    same_folder(first, tmp_path / "by_hand")
+    (event,) = [e for e in lines(tmp_path / "run" / "events.jsonl") if e["event"] == "export"]
+    assert (event["step"], event["path"]) == (2, str(first))
+    # A run that is finished leaves it alone, one that goes on writes another, one that is stopped none.
+    before = first.stat().st_mtime_ns
+    assert codes(train(2, tmp_path / "run", settings)) == {0}
+    assert first.stat().st_mtime_ns == before
+    assert codes(train(2, tmp_path / "run", {**settings, "run.steps": 3})) == {0}
+    assert sorted(path.name for path in first.parent.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model.family": "outside.model:Mine"}, "model.family=outside.model:Mine has no mapping"),
+        ({"checkpoint.every": 0}, "checkpoint.every=0 saves none; set checkpoint.every"),
+        ({"checkpoint.export_hf": "/tmp/out"}, "is no folder of its own in the run folder; use hugging_face"),
+        ({"checkpoint.export_hf": "a/../../out"}, "is no folder of its own"),
+        ({"checkpoint.export_hf": "checkpoints"}, "is no folder of its own"),
+    ],
+)
+def test_an_export_that_cannot_be_is_refused_before_the_run(changes: dict[str, Any], named: str) -> None:
+    good = {"checkpoint.every": 1, "checkpoint.export_hf": "hugging_face"}
+    assert check.check(config_of(good)) == []
+    (problem,) = (p for p in check.check(config_of({**good, **changes})) if p.key == "checkpoint.export_hf")
+    assert named in problem.message
+
+
+def test_an_export_that_fails_fails_on_every_rank_with_its_reason(tmp_path: Path) -> None:
+    settings = {"run.steps": 1, "checkpoint.every": 1, "checkpoint.export_hf": "taken", "parallel.tp": 2}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "taken").write_text("a file")
+    outcomes = train(2, tmp_path / "run", settings)
+    assert codes(outcomes) == {1}
+    assert "taken" in status(tmp_path / "run")["reason"]
+    assert len(checkpoints(tmp_path / "run")) == 1
+
+
+RULES = (
+    {"match": "lm_head.weight", "action": "fresh"},
+    {"match": "layers.2.*", "action": "copy", "source": "layers.1.*"},
+)
+
+
+def test_a_run_may_begin_with_the_weights_of_another_and_say_what_differs(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = exported.parent / "run"
+    same = {**STARTED, "init.from_checkpoint": str(source), "parallel.dp": 2, "parallel.zero_stage": 3}
+    assert codes(train(2, tmp_path / "same", same)) == {0}
+    (expected,) = (line["loss"] for line in metrics(source))
+    first, _ = metrics(tmp_path / "same")
+    assert (first["step"], first["loss"]) == (1, pytest.approx(expected, rel=1e-6))
+    (event,) = [e for e in lines(tmp_path / "same" / "events.jsonl") if e["event"] == "first_weights"]
+    assert Path(event["path"]).name == checkpoints(source)[-1]
+    larger = {
+        **STARTED,
+        "init.from_checkpoint": str(source),
+        "init.rules": RULES,
+        "model.num_hidden_layers": 3,
+        "model.tie_word_embeddings": False,
+    }
+    capsys.readouterr()
+    assert codes(train(1, tmp_path / "larger", larger)) == {0}
+    (event,) = [e for e in lines(tmp_path / "larger" / "events.jsonl") if e["event"] == "first_weights"]
+    assert [(rule["rule"], len(rule["tensors"])) for rule in event["rules"]] == [
+        ("{match: lm_head.weight, action: fresh}", 1),
+        ("{match: layers.2.*, action: copy, source: layers.1.*}", 9),
+    ]
+    said = capsys.readouterr().out
+    assert "first weights by {match: lm_head.weight, action: fresh}: 1 tensors (lm_head.weight)" in said
+    # It goes on without its source, as a run with weights of its own.
+    assert codes(train(1, tmp_path / "larger", {**larger, "init.from_checkpoint": "gone", "run.steps": 3})) == {0}

@@ -220,7 +220,8 @@ def free_port() -> int:
 class Job:
     """`python -m ultrascale.train ARGUMENTS` on `world` processes, in torchrun's environment.
 
-    fault      (module, function) called with the rank in each process before it starts, to break something there
+    fault      (module, function, …) called with the rank, and what else there is, in each process before it starts,
+               to break something there
     per_host   as if every so many processes were on a host of their own
     """
 
@@ -229,7 +230,7 @@ class Job:
         arguments: Sequence[str],
         world: int,
         logs: Path,
-        fault: tuple[str, str] | None = None,
+        fault: tuple[Any, ...] | None = None,
         per_host: int | None = None,
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -271,7 +272,7 @@ class Job:
 
 
 def _main(
-    arguments: list[str], environment: dict[str, str], log: str, rank: int, fault: tuple[str, str] | None
+    arguments: list[str], environment: dict[str, str], log: str, rank: int, fault: tuple[Any, ...] | None
 ) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the test run
@@ -289,7 +290,7 @@ def _main(
     code = 1
     try:
         if fault is not None:
-            getattr(importlib.import_module(fault[0]), fault[1])(rank)
+            getattr(importlib.import_module(fault[0]), fault[1])(rank, *fault[2:])
         code = main([*arguments, "--device", "cpu"])
     except BaseException:
         traceback.print_exc()

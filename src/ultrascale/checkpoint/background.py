@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ from ultrascale.checkpoint.boxes import Box
 
 Work = Callable[[Path, list[Box], Mapping[str, Any]], None]
 
+# The allocator of pinned memory rounds up to a power of two: boxes share pieces of this size, so that it has nothing to
+# round, where one piece for each box could take up to twice the bytes.
+PIECE_BYTES = 1 << 30
+ALIGNMENT = 64
+
 
 class Background:
     """Runs `work(folder, boxes, header)` in a thread, one call after another."""
@@ -28,12 +33,17 @@ class Background:
         self._work = work
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._buffers: list[torch.Tensor] = []
 
     @property
     def failed(self) -> bool:
         """Whether the work that was begun last has ended badly, and nobody has been told yet."""
         return self._error is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is under way."""
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self, folder: Path, boxes: Iterable[Box], header: Mapping[str, Any]) -> None:
         """Begins the work on the state as it is now; returns when the state may change. Raises as `wait` does."""
@@ -60,16 +70,29 @@ class Background:
             self._error = error
 
     def _copied(self, boxes: Iterable[Box]) -> list[Box]:
-        copies, on_gpu = [], False
-        for box in boxes:
-            source, key = box.tensor.detach(), (box.name, box.offset)
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-                self._buffers[key] = buffer
+        boxes = list(boxes)
+        sources = [box.tensor.detach() for box in boxes]
+        on_gpu = any(source.is_cuda for source in sources)
+        if [(b.shape, b.dtype) for b in self._buffers] != [(s.shape, s.dtype) for s in sources]:
+            self._buffers = []  # the old ones go first
+            self._buffers = host_memory(sources, pinned=on_gpu)
+        for buffer, source in zip(self._buffers, sources, strict=True):
             buffer.copy_(source, non_blocking=True)
-            on_gpu = on_gpu or source.is_cuda
-            copies.append(Box(box.name, box.shape, box.offset, buffer))
         if on_gpu:
             torch.cuda.synchronize()
-        return copies
+        return [Box(b.name, b.shape, b.offset, buffer) for b, buffer in zip(boxes, self._buffers, strict=True)]
+
+
+def host_memory(sources: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
+    """Contiguous tensors of the shapes and dtypes of the sources, one behind another in a few pieces of host memory."""
+    rooms = [-(-source.numel() * source.element_size() // ALIGNMENT) * ALIGNMENT for source in sources]
+    buffers, left, used = [], sum(rooms), 0
+    piece = torch.empty(0, dtype=torch.uint8)
+    for source, room in zip(sources, rooms, strict=True):
+        if used + room > len(piece):
+            piece = torch.empty(max(room, min(PIECE_BYTES, left)), dtype=torch.uint8, pin_memory=pinned)
+            used = 0
+        count = source.numel() * source.element_size()
+        buffers.append(piece[used : used + count].view(source.dtype).view(source.shape))
+        used, left = used + room, left - room
+    return buffers

@@ -5,27 +5,48 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from ultrascale.checkpoint import check_init
 from ultrascale.checkpoint.boxes import CheckpointError
-from ultrascale.checkpoint.folder import named
-from ultrascale.checkpoint.hugging_face import read_config
+from ultrascale.checkpoint.storage import open_storage
 from ultrascale.config import rules
 from ultrascale.config.meaning import SHAPES, nameable
 from ultrascale.config.problem import Problem
 from ultrascale.config.schema import Config
-from ultrascale.models.hugging_face import differences
 
 
 def check(config: Config) -> list[Problem]:
     """Problems of the keys `checkpoint.*` and `init.*`. Takes a resolved config."""
     problems = []
-    if config.checkpoint.every == 0 and config.checkpoint.asynchronous:
-        message = "checkpoint.asynchronous has no effect under checkpoint.every=0, which saves nothing; leave it out"
-        problems.append(Problem("checkpoint.asynchronous", message, kind="idle"))
-    if config.checkpoint.every == 0 and config.checkpoint.keep is not None:
-        message = "checkpoint.keep has no effect under checkpoint.every=0, which saves nothing; leave it out"
-        problems.append(Problem("checkpoint.keep", message, kind="idle"))
+    checkpoint = config.checkpoint
+    if checkpoint.every == 0 and checkpoint.every_minutes is None:
+        for name, value in (
+            ("asynchronous", True),
+            ("keep", checkpoint.keep),
+            ("keep_every", checkpoint.keep_every),
+            ("storage", checkpoint.storage),
+        ):
+            if value is not None:
+                message = f"checkpoint.{name} has no effect under checkpoint.every=0, which saves nothing; leave it out"
+                problems.append(Problem(f"checkpoint.{name}", message, kind="idle"))
+    elif checkpoint.keep_every is not None and checkpoint.keep is None:
+        message = "checkpoint.keep_every has no effect under checkpoint.keep=null, which keeps all; leave it out"
+        problems.append(Problem("checkpoint.keep_every", message, kind="idle"))
+    problems += _storage(config)
+    problems += check_init.check(config)
     problems += _allowed_changes(config)
     return problems
+
+
+def _storage(config: Config) -> list[Problem]:
+    """fsspec knows the URL's protocol, and the package behind it is there; nothing is asked over a network."""
+    url = config.checkpoint.storage
+    if url is None:
+        return []
+    try:
+        open_storage(url)
+    except CheckpointError as error:
+        return [Problem("checkpoint.storage", f"checkpoint.storage={error}")]
+    return []
 
 
 def _allowed_changes(config: Config) -> list[Problem]:
@@ -54,8 +75,8 @@ def _allowed_changes(config: Config) -> list[Problem]:
 
 
 def check_files(config: Config) -> list[Problem]:
-    """Problems of run.resume as a path, and of init.from_hf where the run begins with it."""
-    return [*_resume(config), *_from_hf(config)]
+    """Problems of run.resume as a path, and of what the first weights come from where the run begins with it."""
+    return [*_resume(config), *check_init.check_files(config)]
 
 
 def _resume(config: Config) -> list[Problem]:
@@ -65,21 +86,3 @@ def _resume(config: Config) -> list[Problem]:
     near = difflib.get_close_matches(resume.lower(), ("auto", "never"), n=1)
     fix = f"did you mean {near[0]}?" if near else "use auto, never, or the folder of a run or of a checkpoint"
     return [Problem("run.resume", f"run.resume={resume}: there is no such folder; {fix}")]
-
-
-def _from_hf(config: Config) -> list[Problem]:
-    """The folder is there, and its config.json describes the model of this config."""
-    path = config.init.from_hf
-    assert config.run.dir is not None
-    goes_on = config.run.resume not in ("auto", "never") or named(Path(config.run.dir) / "checkpoints")
-    if path is None or goes_on:
-        return []
-    try:
-        _, _, model = read_config(Path(path))
-    except CheckpointError as error:
-        return [Problem("init.from_hf", f"init.from_hf={path}: {error}")]
-    changed = differences(config.model, model)
-    if not changed:
-        return []
-    fix = f"`ultrascale convert config {path}` prints the model section that fits"
-    return [Problem("init.from_hf", f"init.from_hf={path} holds another model: {'; '.join(changed)}; {fix}")]

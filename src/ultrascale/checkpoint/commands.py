@@ -1,4 +1,4 @@
-"""`ultrascale checkpoint inspect | check | diff | prune`: arguments, and what is printed. Needs no torch."""
+"""`ultrascale checkpoint inspect | check | diff | prune | fetch`: arguments, and what is printed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from typing import Any
 
 from ultrascale.checkpoint import inspection
 from ultrascale.checkpoint.boxes import CheckpointError
-from ultrascale.checkpoint.folder import checkpoints, find_checkpoint, is_whole, named, retain
+from ultrascale.checkpoint.folder import (
+    checkpoints,
+    find_checkpoint,
+    is_step_name,
+    is_whole,
+    named,
+    point_to,
+    retain,
+    step_of,
+    surplus,
+)
 from ultrascale.checkpoint.hugging_face import CONFIG, open_folder
 from ultrascale.checkpoint.manifest import MANIFEST, read_manifest
 from ultrascale.checkpoint.progress import bar
+from ultrascale.checkpoint.storage import Storage
 from ultrascale.checkpoint.stored import Stored, stored_tensors
 from ultrascale.checkpoint.tree import human_bytes, tree
 
@@ -85,7 +96,19 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("path", metavar="RUN", type=Path, help="a run folder, or its folder of checkpoints")
     parser.add_argument("--keep", type=int, required=True, metavar="K", help="the newest K whole ones stay")
+    parser.add_argument("--keep-every", type=int, metavar="N", help="and those of steps that are a multiple of N")
     parser.add_argument("--yes", action="store_true", help="remove them")
+
+    parser = command(
+        commands,
+        "fetch",
+        "copy a checkpoint from storage into a folder, and compare every checksum",
+        "ultrascale checkpoint fetch s3://bucket/run fetched",
+    )
+    parser.add_argument(
+        "url", metavar="URL", help="checkpoint.storage of a run: its newest whole one; or URL/step-00000010"
+    )
+    parser.add_argument("target", metavar="FOLDER", type=Path, help="where it is put, under its own name")
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -173,24 +196,43 @@ def _side(path: Path) -> tuple[Path, int | None, Stored]:
 def prune(args: argparse.Namespace) -> int:
     if args.keep < 1:
         raise CheckpointError(f"--keep {args.keep}: at least one stays; use 1 or more")
+    if args.keep_every is not None and args.keep_every < 1:
+        raise CheckpointError(f"--keep-every {args.keep_every}: use 1 or more, or leave it out")
     root = args.path / "checkpoints" if (args.path / "checkpoints").is_dir() else args.path
     if not named(root):
         raise CheckpointError(f"{args.path} holds no checkpoints; give a run folder, or its checkpoints/")
     whole = list(checkpoints(root))
     torn = [folder for folder in named(root) if not is_whole(folder)]
-    old = retain(root, args.keep) if args.yes else whole[args.keep :][::-1]
+    old = surplus(whole, args.keep, args.keep_every)
+    if args.yes:
+        old = retain(root, args.keep, args.keep_every)
+        point_to(root, whole[0] if whole else None)
+    kept = [folder for folder in whole if folder not in old]
     if args.json:
-        kept = [str(folder) for folder in whole[: args.keep]]
-        shown = {"removed" if args.yes else "would_remove": [str(folder) for folder in old], "kept": kept}
+        shown = {"removed" if args.yes else "would_remove": [*map(str, old)], "kept": [*map(str, kept)]}
         print(json.dumps(shown | {"not_whole": [str(folder) for folder in torn]}))
         return 0
     for folder in old:
         print(f"{'removed' if args.yes else 'would remove'} {folder}")
     for folder in torn:
         print(f"notice: {folder} is not whole; it is neither counted nor removed")
-    kept_names = ", ".join(folder.name for folder in whole[: args.keep]) or "nothing, for none is whole"
+    kept_names = ", ".join(folder.name for folder in kept) or "nothing, for none is whole"
     print(f"kept: {kept_names}" + ("" if args.yes or not old else "; --yes removes the others"))
     return 0
 
 
-RUN = {"inspect": inspect, "check": check, "diff": diff, "prune": prune}
+def fetch(args: argparse.Namespace) -> int:
+    parent, _, last = args.url.rstrip("/").rpartition("/")
+    storage = Storage(parent if is_step_name(last) else args.url)
+    name = last if is_step_name(last) else next(storage.whole_ones(), None)
+    if name is None:
+        raise CheckpointError(f"{args.url} holds no whole checkpoint; give a run's checkpoint.storage")
+    folder = storage.fetch(name, args.target)
+    if args.json:
+        print(json.dumps({"path": str(folder), "step": step_of(folder)}))
+    else:
+        print(f"{folder}: whole, and as it was written; step {step_of(folder)}")
+    return 0
+
+
+RUN = {"inspect": inspect, "check": check, "diff": diff, "prune": prune, "fetch": fetch}

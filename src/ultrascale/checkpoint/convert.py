@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ultrascale.checkpoint.boxes import CheckpointError, pieces
-from ultrascale.checkpoint.commit import begin, commit, ignore
 from ultrascale.checkpoint.folder import sync_folder, temporary_name
 from ultrascale.checkpoint.hugging_face import (
     CONFIG,
@@ -31,29 +32,31 @@ from ultrascale.checkpoint.rewrite import (
     Count,
     Piece,
     Progress,
-    as_written,
-    box_piece,
     cleared,
     in_shards,
+    pieces_of,
     refuse_to_overwrite,
     scan_stored,
+    write_checkpoint,
     write_files,
 )
 from ultrascale.checkpoint.safetensors_file import width
-from ultrascale.checkpoint.stored import Stored, stored_tensors
-from ultrascale.checkpoint.values import CONVERTIBLE
+from ultrascale.checkpoint.stored import Places, Reader, Stored, StoredTensor, stored_tensors
+from ultrascale.checkpoint.values import CONVERTIBLE, convert
 from ultrascale.checkpoint.workers import Workers
+from ultrascale.config.model_section import Model
 from ultrascale.config.resolve import resolve
-from ultrascale.config.schema import Config, Model
+from ultrascale.config.schema import Config
 from ultrascale.models import hugging_face as mappings
 from ultrascale.models.hugging_face import HuggingFaceError
+from ultrascale.models.hugging_face_config import config_json
 from ultrascale.models.hugging_face_families import of_model
+from ultrascale.models.sizes import tied
 
 BESIDE = "hugging_face"
 """Folder in a converted checkpoint: config.json and the files beside the weights, as they came."""
 
 SHARD_BYTES = 5 * 10**9
-FILE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -81,25 +84,18 @@ def from_hf(source: Path, target: Path, workers: Workers, progress: Progress | N
     folder = open_folder(source)
     dtype, others = dtypes_of(folder.stored)
     master = "float64" if "float64" in (dtype, *others.values()) else "float32"
-    boxes = [
-        Piece(piece.key, piece.name, offset, shape, shape, master)
-        for name, tensor in folder.stored.items()
-        for offset, shape in pieces((0,) * len(tensor.shape), tensor.shape, FILE_BYTES // width(master))
-        for piece in [box_piece(name, tensor, offset, shape)]
-    ]
-    shards = in_shards(iter(boxes), FILE_BYTES)
-    files = {f"rank-{number:05d}.safetensors": chosen for number, chosen in enumerate(shards)}
-    header = _header(folder, target, dtype, others)
-    temporary = temporary_name(target)
-    with cleared(temporary):
-        begin(target, temporary, header)
-        written = write_files(temporary, folder.stored, files, workers, Count(sum(p.bytes for p in boxes), progress))
+    chosen = [piece for name, tensor in folder.stored.items() for piece in pieces_of(name, tensor, master)]
+
+    def beside(temporary: Path) -> None:
         (temporary / BESIDE).mkdir()
         for path in [source / CONFIG, *companions(source)]:
             shutil.copyfile(path, temporary / BESIDE / path.name)
-        size = commit(target, temporary, header, as_written(files, written, folder.stored), ignore)
+
+    header = _header(folder, target, dtype, others)
+    advance = Count(sum(piece.bytes for piece in chosen), progress)
+    size, files = write_checkpoint(target, header, folder.stored, chosen, workers, advance, beside)
     count = sum(tensor.bytes // width(tensor.dtype) for tensor in folder.stored.values())
-    return Converted(str(target), folder.mapping.family, count, dtype, size, len(files))
+    return Converted(str(target), folder.mapping.family, count, dtype, size, files)
 
 
 def _header(folder: HuggingFaceFolder, target: Path, dtype: str, others: Mapping[str, str]) -> dict[str, Any]:
@@ -119,14 +115,13 @@ def _header(folder: HuggingFaceFolder, target: Path, dtype: str, others: Mapping
         "init": {"from_hf": str(folder.path)},
     }
     config = resolve(Config.model_validate(tree), 1)
-    tied = {p.name: p.tied_to for p in folder.mapping.parameters if p.tied_to and folder.model.tie_word_embeddings}
     return {
         "step": 0,
         "config": config.model_dump(mode="json"),
         "data_position": {},
         "axes": dict.fromkeys(config.parallel.order, 1),
         "order": list(config.parallel.order),
-        "ties": {"word_embeddings": [*tied.values(), *tied]} if tied else {},
+        "ties": {group: list(names) for group, names in tied(folder.model).items()},
         "hugging_face": {"dtype": dtype, "dtypes": dict(others)},
     }
 
@@ -149,7 +144,8 @@ def to_hf(
     dtype       of all weights; None: that of the folder they came from, else precision.compute
     tokenizer   a tokenizer.json, or a folder with tokenizer files; None: those of the folder that the weights came
                 from, else the file that data.tokenizer names
-    Checksums of the source are compared before anything is written.
+    Checksums of the source are compared before anything is written, and what was written is read back and compared,
+    by the names and in the order of rows that an import takes, before the folder gets its name.
 
     Raises CheckpointError when the family has no mapping, a tensor does not fit it, or `target` exists.
     """
@@ -168,27 +164,32 @@ def to_hf(
         mapping = of_model(config.model)
     except HuggingFaceError as error:
         raise CheckpointError(f"{source}: {error}") from error
-    chosen = list(_their_pieces(source, mappings.logical_parameters(mapping, config.model), stored, most, each))
+    beside = _beside(source, manifest, config)
+    base = parse_json((beside / CONFIG).read_bytes()) if beside and (beside / CONFIG).is_file() else None
+    logical = mappings.logical_parameters(mapping, config.model, config=base)
+    copies = mappings.written_copies(mapping, config.model)
+    chosen = list(_their_pieces(source, logical, stored, most, each, copies, exactly=dtype is None and bool(came)))
     shards = in_shards(iter(chosen), shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(1, len(shards) + 1)]
     files = dict(zip(names, shards, strict=True))
-    beside = _beside(source, manifest, config)
-
+    # Pieces are boxes in their order of rows.
+    orders = {name: one.rows.reverse() for name, one in logical.items() if one.rows is not None}
+    ordered = {name: replace(stored[name], rows=order) for name, order in orders.items()}
     total = sum(piece.bytes for piece in chosen)
-    count = Count(sum(tensor.bytes for tensor in stored.values()) + total, progress)
+    count = Count(2 * sum(tensor.bytes for tensor in stored.values()) + total, progress)
     scan_stored(stored, workers, count)
     temporary = temporary_name(target)
     with cleared(temporary):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
-        write_files(temporary, stored, files, workers, count, {"format": "pt"})
+        write_files(temporary, {**stored, **ordered}, files, workers, count, {"format": "pt"})
         if len(files) > 1:
             weight_map = {piece.key: name for name, shard in files.items() for piece in shard}
             write_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        base = parse_json((beside / CONFIG).read_bytes()) if beside and (beside / CONFIG).is_file() else None
-        theirs = mappings.config_json(mapping, config.model, most, base)
+        theirs = config_json(mapping, config.model, most, base)
         write_json(temporary / CONFIG, theirs)
         _write_companions(temporary, theirs, beside, tokenizer, config)
+        _compare(temporary, target, stored, workers, count)
         for path in temporary.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -205,7 +206,14 @@ def _their_pieces(
     stored: Stored,
     most: str,
     each: Mapping[str, str],
+    copies: Mapping[str, str],
+    exactly: bool,
 ) -> Iterator[Piece]:
+    """What is written, and from where.
+
+    copies    their name → ours, of tensors that are written once more
+    exactly   whether the dtypes are those that the weights came in: then even those of tensors that are kept wide
+    """
     problems = [f"{source}: tensor {name} is missing" for name in logical if name not in stored]
     problems += [
         f"{source}: tensor {name} has no place in the family's mapping" for name in stored if name not in logical
@@ -218,8 +226,36 @@ def _their_pieces(
     if problems:
         raise CheckpointError("\n".join(problems))
     for name, one in logical.items():
+        dtype = each.get(name, most)
+        if one.wide and not exactly and dtype in ("bfloat16", "float16"):
+            dtype = "float32"
         for part in one.parts:
-            yield Piece(part.theirs, name, part.offset, part.shape, part.form, each.get(name, most))
+            yield Piece(part.theirs, name, part.offset, part.shape, part.form, dtype)
+        for theirs in (theirs for theirs, ours in copies.items() if ours == name):
+            yield Piece(theirs, name, (0,) * len(one.shape), one.shape, one.shape, dtype)
+
+
+def _compare(written: Path, target: Path, stored: Stored, workers: Workers, count: Count) -> None:
+    """Reads what was written as a run that starts from it would; every value must be the checkpoint's, rounded once."""
+    again = open_folder(written).stored
+    names = list(stored)
+    tasks = [(stored[name], again[name], workers.block_bytes) for name in names]
+    for number, same in workers.run(same_values, tasks):
+        if not same:
+            raise CheckpointError(f"{target}: {names[number]} came out otherwise than it was read; nothing is kept")
+        count(stored[names[number]].bytes)
+
+
+def same_values(tensor: StoredTensor, written: StoredTensor, block_bytes: int) -> bool:
+    """Whether each value of the one, in the dtype of the other, is the other's."""
+    limit = max(1, block_bytes // max(width(tensor.dtype), width(written.dtype)))
+    near, far = Places(tensor), Places(written)
+    with Reader() as reader:
+        for box in pieces((0,) * len(tensor.shape), tensor.shape, limit):
+            bits = convert(reader.box(near.touching(*box), *box).reshape(-1), tensor.dtype, written.dtype)
+            if not np.array_equal(bits, reader.box(far.touching(*box), *box).reshape(-1)):
+                return False
+    return True
 
 
 def _shard_name(number: int, count: int) -> str:

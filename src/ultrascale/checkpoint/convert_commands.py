@@ -1,4 +1,7 @@
-"""`ultrascale convert from-hf | to-hf | config`: Hugging Face folders in and out. Needs no torch, no transformers."""
+"""`ultrascale convert from-hf | to-hf | from-dcp | config`: Hugging Face folders in and out, other trainers' in.
+
+Needs no torch, no transformers.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,15 @@ from ultrascale.checkpoint.boxes import CheckpointError
 from ultrascale.checkpoint.byte_count import byte_count
 from ultrascale.checkpoint.commands import command
 from ultrascale.checkpoint.convert import SHARD_BYTES, Converted, from_hf, model_section, to_hf
+from ultrascale.checkpoint.convert_dcp import Imported, Options, from_dcp
 from ultrascale.checkpoint.folder import find_checkpoint
 from ultrascale.checkpoint.progress import bar
 from ultrascale.checkpoint.tree import human_bytes
 from ultrascale.checkpoint.values import CONVERTIBLE
 from ultrascale.checkpoint.workers import Workers
+from ultrascale.config.collect import check
+from ultrascale.config.load import load
+from ultrascale.config.resolve import smallest_world
 
 BAD_INPUT = 2
 MEMORY = 512 << 20
@@ -61,6 +68,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser = command(
         commands,
+        "from-dcp",
+        "a checkpoint of TorchTitan or Megatron-Core (torch_dist), or another DCP folder, to one of the config's run",
+        "ultrascale convert from-dcp outputs/checkpoint/step-1000 checkpoints/llama --config llama.yaml",
+    )
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder with .metadata and .distcp files")
+    parser.add_argument("target", metavar="DST", type=Path, help="the checkpoint, which is not there yet")
+    parser.add_argument(
+        "--config", metavar="F", required=True, help="config file (YAML) whose model section is that of SRC"
+    )
+    parser.add_argument("overrides", metavar="a.b=value", nargs="*", help="values that replace those of the file")
+    parser.add_argument("--weights-only", action="store_true", help="leave moments where they are: step 0")
+    parser.add_argument(
+        "--rope",
+        choices=("interleaved", "halves"),
+        help="features of queries and keys that SRC turns together: neighbours, or the two halves of a head "
+        "(default: as its trainer does it)",
+    )
+    parser.add_argument("--step", metavar="N", type=int, help="completed steps (default: what SRC says)")
+    parser.add_argument(
+        "--verify",
+        choices=("full", "off"),
+        default="full",
+        help="full: compare all values with the checksums of their archives first (default)",
+    )
+    _resources(parser)
+
+    parser = command(
+        commands,
         "config",
         "the model section of a config that fits a Hugging Face folder, for a run that starts from it (init.from_hf)",
         "ultrascale convert config models/llama > model.yaml",
@@ -77,7 +112,12 @@ def _resources(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0, or 2 when something does not fit."""
-    commands: dict[str, Callable[[argparse.Namespace], int]] = {"from-hf": _from_hf, "to-hf": _to_hf, "config": _config}
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "from-hf": _from_hf,
+        "to-hf": _to_hf,
+        "from-dcp": _from_dcp,
+        "config": _config,
+    }
     try:
         return commands[args.convert_command](args)
     except CheckpointError as error:
@@ -106,6 +146,32 @@ def _to_hf(args: argparse.Namespace) -> int:
             progress=progress,
         )
     return _say(args, done)
+
+
+def _from_dcp(args: argparse.Namespace) -> int:
+    if args.step is not None and args.step < 0:
+        raise CheckpointError(f"--step {args.step}: use 0 or more")
+    loaded = load(args.config, args.overrides)
+    config = check(loaded, smallest_world(loaded.config))
+    paired = None if args.rope is None else args.rope == "interleaved"
+    options = Options(args.weights_only, paired, args.step, args.verify)
+    with bar("converting") as progress, Workers(args.processes, args.memory) as workers:
+        done = from_dcp(args.source, args.target, config, workers, options, progress)
+    if args.json:
+        print(json.dumps(asdict(done)))
+    else:
+        _say_imported(done)
+    return 0
+
+
+def _say_imported(done: Imported) -> None:
+    taken = f"AdamW's moments, step {done.step}" if done.moments else "no moments: step 0"
+    print(
+        f"{done.path}: {done.family} from {done.trainer}'s names, {done.parameters:,} parameters of {done.source} in "
+        f"{done.dtype}, {taken}; {human_bytes(done.bytes)} in {done.files} file{'s' if done.files > 1 else ''}"
+    )
+    if done.left_out:
+        print(f"not taken: {', '.join(done.left_out)}")
 
 
 def _say(args: argparse.Namespace, done: Converted) -> int:

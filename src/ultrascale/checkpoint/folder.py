@@ -6,6 +6,7 @@ the last.
     checkpoints/.trash-…          being removed
     checkpoints/step-00000010.set-aside-…   moved out of the way: damaged, or of a future that the run went
                                             back from
+    checkpoints/latest            the name of the newest whole one, for other programs; nothing here reads it
 
 A checkpoint is renamed before it is deleted, so that one that is half deleted is never taken for whole.
 """
@@ -16,7 +17,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ from ultrascale.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\..+\.tmp-[0-9a-f]{12}|\.trash-.+-[0-9a-f]{12}")
+POINTER = "latest"
 
 
 def folder_name(step: int) -> str:
@@ -33,7 +35,7 @@ def folder_name(step: int) -> str:
 
 
 def temporary_name(folder: Path) -> Path:
-    """A fresh name beside the folder, for a save under way; `sweep` knows it."""
+    """A fresh name beside the folder or file, for one that is being written; `sweep` knows it."""
     return folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:12]}")
 
 
@@ -76,6 +78,33 @@ def checkpoints(root: Path) -> Iterator[Path]:
 def latest(root: Path) -> Path | None:
     """The newest whole checkpoint; None when there is none."""
     return next(checkpoints(root), None)
+
+
+def is_step_name(name: str) -> bool:
+    """Whether this is what `folder_name` gives for some step."""
+    return _STEP.fullmatch(name) is not None
+
+
+def step_of(folder: Path) -> int:
+    """The step that the name of a checkpoint says: "step-00000010" → 10."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def point_to(root: Path, newest: Path | None) -> None:
+    """Makes `latest` name this checkpoint, or takes it away; a reader sees the old name or the new one.
+
+    A convenience that may be one save behind after a crash: which checkpoints are whole, only the folders say.
+    """
+    if newest is None:
+        (root / POINTER).unlink(missing_ok=True)
+        return
+    unfinished = temporary_name(root / POINTER)
+    with open(unfinished, "x") as file:
+        file.write(f"{newest.name}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(unfinished, root / POINTER)
+    sync_folder(root)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -128,22 +157,28 @@ def remove(folder: Path, *, probe: Callable[[Literal["trash", "trashed"]], None]
         raise CheckpointError(f"{folder} cannot be removed: {error}") from error
 
 
-def retain(root: Path, keep: int | None) -> list[Path]:
-    """Keeps the newest `keep` whole checkpoints (None: all) and removes older whole ones; returns those
-    removed.
-
-    Folders that are not whole are not counted and not touched: they may be all that is left of something. One
-    process calls it, after a save. Raises CheckpointError when keep is below 1 or a folder cannot be removed.
-    """
+def surplus(whole_ones: Sequence[Path], keep: int | None, keep_every: int | None = None) -> list[Path]:
+    """Those of the whole checkpoints (newest first) that are neither among the newest `keep` (None: all) nor of a step
+    that is a multiple of `keep_every`; oldest first. Raises CheckpointError when keep is below 1."""
     if keep is None:
         return []
     if keep < 1:
         raise CheckpointError(f"checkpoint.keep={keep}: at least 1 is kept; use 1 or more, or null for all")
-    old = list(checkpoints(root))[keep:]
+    return [f for f in whole_ones[keep:] if keep_every is None or step_of(f) % keep_every][::-1]
+
+
+def retain(root: Path, keep: int | None, keep_every: int | None = None, spare: Collection[str] = ()) -> list[Path]:
+    """Removes the whole checkpoints that are `surplus`, but for those named in `spare`; returns those removed.
+
+    Folders that are not whole are not counted and not touched: they may be all that is left of something. One
+    process calls it, after a save. Raises CheckpointError when keep is below 1 or a folder cannot be removed.
+    """
     # Oldest first: a run that dies here has lost nothing that the next retention would have kept.
-    for folder in reversed(old):
+    whole_ones = [] if keep is None else list(checkpoints(root))
+    old = [f for f in surplus(whole_ones, keep, keep_every) if f.name not in spare]
+    for folder in old:
         remove(folder)
-    return old[::-1]
+    return old
 
 
 def sweep(root: Path) -> list[Path]:
@@ -153,7 +188,10 @@ def sweep(root: Path) -> list[Path]:
         return []
     found = sorted(path for path in root.iterdir() if _LEFT_OVER.fullmatch(path.name))
     for path in found:
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     return found
 
 
@@ -172,7 +210,7 @@ def set_aside(folder: Path) -> Path:
 def set_aside_after(root: Path, step: int) -> list[Path]:
     """Sets aside every checkpoint of a later step: a run that went back to `step` must not resume into its
     old future."""
-    return [set_aside(folder) for folder in _named(root) if int(folder.name.removeprefix("step-")) > step]
+    return [set_aside(folder) for folder in _named(root) if step_of(folder) > step]
 
 
 def sync_folder(folder: Path) -> None:

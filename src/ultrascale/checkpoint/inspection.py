@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from threading import Lock
@@ -208,10 +208,10 @@ def _compare(
 def _both(a: StoredTensor, b: StoredTensor, reader: Reader) -> Iterator[tuple[Bits, Bits]]:
     limit = COMPARED_BYTES // max(width(a.dtype), width(b.dtype))
     of_b = Places(b)
-    for place in a.places:
-        own = replace(a, places=(place,))
-        other = of_b.touching(place.offset, place.shape)
-        for offset, shape in pieces(place.offset, place.shape, limit):
+    of_a = Places(a)
+    for box in a.boxes():
+        own, other = of_a.touching(*box), of_b.touching(*box)
+        for offset, shape in pieces(*box, limit):
             yield reader.box(own, offset, shape), reader.box(other, offset, shape)
 
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ultrascale.checkpoint.boxes import CheckpointError, Dims, elements, pieces
-from ultrascale.checkpoint.commit import Written
+from ultrascale.checkpoint.commit import Written, begin, commit, ignore
+from ultrascale.checkpoint.folder import temporary_name
 from ultrascale.checkpoint.manifest import FileEntry, Shard, digest
 from ultrascale.checkpoint.safetensors_file import make_head, shard_key, width
 from ultrascale.checkpoint.scan import Scan, Wanted, joined, scan_place
@@ -27,6 +29,9 @@ from ultrascale.checkpoint.workers import Workers
 Advance = Callable[[int], None]
 Progress = Callable[[int, int], None]
 """Told how many bytes of how many are done."""
+
+FILE_BYTES = 4 << 30
+"""Of a file of a checkpoint that no run wrote."""
 
 
 class Count:
@@ -63,6 +68,12 @@ class Piece:
 def box_piece(name: str, tensor: StoredTensor, offset: Dims, shape: Dims) -> Piece:
     """A box under the key that a save gives it, in the tensor's own dtype."""
     return Piece(shard_key(name, tensor.shape, offset, shape), name, offset, shape, shape, tensor.dtype)
+
+
+def pieces_of(name: str, tensor: StoredTensor, dtype: str) -> Iterator[Piece]:
+    """All of a tensor in another dtype, in pieces that fit into files."""
+    for offset, shape in pieces((0,) * len(tensor.shape), tensor.shape, FILE_BYTES // width(dtype)):
+        yield replace(box_piece(name, tensor, offset, shape), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,32 @@ def write_files(
             size = file.seek(0, 2)
         written[name] = WrittenFile(FileEntry(size, digest(heads[name])), checksums[name])
     return written
+
+
+def write_checkpoint(
+    target: Path,
+    header: Mapping[str, Any],
+    source: Stored,
+    chosen: Sequence[Piece],
+    workers: Workers,
+    advance: Advance,
+    beside: Callable[[Path], None] = lambda folder: None,
+) -> tuple[int, int]:
+    """Writes a checkpoint of these pieces of stored tensors; returns its bytes and how many files have tensors.
+
+    beside   writes what else the folder is to hold
+
+    Raises CheckpointError as `write_files` and `commit` do, and leaves nothing behind then.
+    """
+    shards = in_shards(iter(chosen), FILE_BYTES)
+    files = {f"rank-{number:05d}.safetensors": shard for number, shard in enumerate(shards)}
+    temporary = temporary_name(target)
+    with cleared(temporary):
+        begin(target, temporary, header)
+        written = write_files(temporary, source, files, workers, advance)
+        beside(temporary)
+        size = commit(target, temporary, header, as_written(files, written, source), ignore)
+    return size, len(files)
 
 
 def write_piece(path: str, start: int, tensor: StoredTensor, piece: Piece, block_bytes: int) -> str:

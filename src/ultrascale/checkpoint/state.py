@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from ultrascale.checkpoint.boxes import Box
+import torch
+
+from ultrascale.checkpoint.boxes import Box, CheckpointError
 from ultrascale.optim.optimizer import Optimizer
 
 
@@ -32,3 +34,22 @@ def state_boxes(optimizer: Optimizer, owned: bool) -> Iterator[Box]:
             offset, shape = kept.layout.box(store.mesh, store.rank)
             assert shape == tuple(kept.tensor.shape), f"{kept.layout.name}: a buffer has no padding"
             yield Box(kept.layout.name, kept.layout.shape, offset, kept.tensor)
+
+
+def refuse_not_finite(boxes: Iterable[Box]) -> None:
+    """Raises CheckpointError naming the parameters among the boxes that hold values that are not finite: nothing is
+    saved over a healthy checkpoint.
+
+    A sum is not finite when any term is not, and reads the values once; what only overflows is looked at again.
+    """
+    masters = ((box.name, box.tensor.detach()) for box in boxes if "/" not in box.name)
+    found = {
+        name
+        for name, values in masters
+        if values.is_floating_point()
+        and not bool(torch.isfinite(values.sum()))
+        and not bool(torch.isfinite(values).all())
+    }
+    if found:
+        names = sorted(found)
+        raise CheckpointError(f"{', '.join(names[:8])} hold values that are not finite: nothing is saved of them")

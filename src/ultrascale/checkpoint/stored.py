@@ -21,7 +21,8 @@ import numpy as np
 from ultrascale.checkpoint.boxes import CheckpointError, Dims, elements, intersection, slices
 from ultrascale.checkpoint.manifest import Manifest
 from ultrascale.checkpoint.safetensors_file import locate, vouched_head, width
-from ultrascale.checkpoint.values import UNSIGNED, Bits
+from ultrascale.checkpoint.values import UNSIGNED, Bits, numbers
+from ultrascale.models.row_order import RowOrder
 
 OPEN_FILES = 64
 SHORT_RUN = 4096
@@ -44,16 +45,43 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """Factors of blocks of a matrix whose elements lie in a narrower dtype than they mean.
+
+    factors   float32, one for each block of the last two dims; dims before them as the tensor has
+    block     rows and columns of a block; the last of either may be short
+    dtype     of the elements as they lie
+    """
+
+    factors: StoredTensor
+    block: tuple[int, int]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A logical tensor: global shape, dtype (a key of manifest.DTYPES), and the places whose boxes tile it."""
+    """A logical tensor: global shape, dtype (a key of manifest.DTYPES), and the places whose boxes tile it.
+
+    rows     which of the rows that lie there is which of the tensor's, where the order is another; places are boxes of
+             what lies there
+    scales   what the elements that lie there are multiplied with; then `dtype` is that of the product
+    """
 
     shape: Dims
     dtype: str
     places: tuple[Place, ...]
+    rows: RowOrder | None = None
+    scales: Scales | None = None
 
     @property
     def bytes(self) -> int:
         return elements(self.shape) * width(self.dtype)
+
+    def boxes(self) -> list[tuple[Dims, Dims]]:
+        """(offset, shape) of boxes that tile it, each in one place where rows lie in order."""
+        if self.rows is not None:
+            return [((0,) * len(self.shape), self.shape)]
+        return [(place.offset, place.shape) for place in self.places]
 
 
 Stored = Mapping[str, StoredTensor]
@@ -76,6 +104,10 @@ class Places:
     def touching(self, offset: Dims, shape: Dims) -> StoredTensor:
         """The tensor with only those places that share an element with the box."""
         row, rows = (offset[0], shape[0]) if offset else (0, 1)
+        if self.tensor.rows is not None:
+            there = self.tensor.rows.stored(row, rows)
+            row, rows = int(there.min()), int(there.max() - there.min()) + 1
+            offset, shape = (row, *offset[1:]), (rows, *shape[1:])
         near = self._places[bisect_right(self._reach, row) : bisect_left(self._first, row + rows)]
         found = tuple(place for place in near if intersection(place.offset, place.shape, offset, shape))
         return replace(self.tensor, places=found)
@@ -115,7 +147,37 @@ class Reader:
 
     def box(self, tensor: StoredTensor, offset: Dims, shape: Dims) -> Bits:
         """The bits of a box, of its shape; every element of it lies in exactly one place."""
-        size = width(tensor.dtype)
+        if tensor.rows is None:
+            return self._in_order(tensor, offset, shape)
+        # As many rows at once as lie together: those of whole heads do, in whatever order they are wanted.
+        wanted = tensor.rows.stored(offset[0], shape[0])
+        order = np.argsort(wanted)
+        found: Bits = np.empty(shape, UNSIGNED[width(tensor.dtype)])
+        for run in np.split(order, np.flatnonzero(np.diff(wanted[order]) != 1) + 1):
+            corner = (int(wanted[run[0]]), *offset[1:])
+            found[run] = self._in_order(tensor, corner, (len(run), *shape[1:]))
+        return found
+
+    def _in_order(self, tensor: StoredTensor, offset: Dims, shape: Dims) -> Bits:
+        """The bits of a box of what lies there, scaled."""
+        scales = tensor.scales
+        if scales is None:
+            return self._as_it_lies(tensor, tensor.dtype, offset, shape)
+        values = numbers(self._as_it_lies(tensor, scales.dtype, offset, shape), scales.dtype)
+        # Blocks that the box touches, each factor repeated over its block, and of that the box.
+        lead = len(shape) - 2
+        begin = [o // b for o, b in zip(offset[lead:], scales.block)]
+        end = [-(-(o + n) // b) for o, n, b in zip(offset[lead:], shape[lead:], scales.block)]
+        corner, size = (*offset[:lead], *begin), (*shape[:lead], *(e - b for b, e in zip(begin, end)))
+        factors: Any = numbers(self.box(scales.factors, corner, size), "float32")
+        for dim, (first, block) in enumerate(zip(begin, scales.block), start=lead):
+            skipped = offset[dim] - first * block
+            factors = factors.repeat(block, axis=dim).take(range(skipped, skipped + shape[dim]), axis=dim)
+        product: Bits = (values * factors).astype(np.float32, copy=False).view(np.uint32)
+        return product
+
+    def _as_it_lies(self, tensor: StoredTensor, dtype: str, offset: Dims, shape: Dims) -> Bits:
+        size = width(dtype)
         out: Any = np.empty(shape, UNSIGNED[size])
         for place in tensor.places:
             common = intersection(place.offset, place.shape, offset, shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from typing import TypeVar
 
 from ultrascale.comm.collectives import gather_json
@@ -25,3 +26,33 @@ def together(work: Callable[[], Result], group: Group, refusal: type[Exception])
     if texts:
         raise refusal(texts[0])
     return results[0]
+
+
+def alone(work: Callable[[], object], group: Group, refusal: type[Exception], seconds: float) -> None:
+    """Lets the group's first rank work for as long as it takes, while the others wait; collective.
+
+    seconds   between the calls that keep them waiting, each shorter than their time limit
+
+    Whatever `work` raises, all ranks raise as `refusal`.
+    """
+    ended: list[str] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # on a thread of its own, it would be lost
+            ended.append(str(error) or type(error).__name__)
+        else:
+            ended.append("")
+
+    thread = Thread(target=run, name="alone", daemon=True)
+    if group.index == 0:
+        thread.start()
+    while True:
+        if group.index == 0:
+            thread.join(seconds)
+        texts: list[str] = gather_json(ended, group)[0]
+        if texts:
+            break
+    if texts[0]:
+        raise refusal(texts[0])

@@ -10,7 +10,9 @@ do the same with the output) or in parts (they do different things with it)?
     gather_copies    all_gather             own piece              alike
     scatter_sum      reduce_scatter         all_gather             –
     split            own piece              all_gather             –
-    exchange         all_to_all             all_to_all back        – (also in two halves)
+    exchange         all_to_all             all_to_all back        –
+
+`begin` and `finish` are the halves of `exchange` and of `gather`, for what can be computed meanwhile.
 
 Megatron's f and g (Shoeybi et al. 2019, §3) are the first two; g and ḡ of sequence parallelism (Korthikanti
 et al. 2022, §4.2.2) are `gather` and `scatter_sum`. Rows in the ledger carry the phase in which the forward
@@ -63,12 +65,12 @@ def gather_copies(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _GatherCopies.apply(x, group)
 
 
-def scatter_sum(x: Tensor, group: Group) -> Tensor:
-    """This rank's piece of the sum over the group.
+def scatter_sum(x: Tensor, group: Group, in_rank_order: bool = False) -> Tensor:
+    """This rank's piece of the sum over the group; `in_rank_order` as in `collectives.reduce_scatter`.
 
     x [size · n, ...] → [n, ...]; ValueError when dim 0 does not divide
     """
-    return x if group.size == 1 else _ScatterSum.apply(x, group)
+    return x if group.size == 1 else _ScatterSum.apply(x, group, in_rank_order)
 
 
 def split(x: Tensor, group: Group) -> Tensor:
@@ -89,25 +91,19 @@ def exchange(
 
     x [sum(send_splits), ...] → [sum(receive_splits), ...]; ValueError when the splits do not fit
     """
-    under_way = UnderWay(group, send_splits, receive_splits)
-    return finish_exchange(begin_exchange(x, under_way), under_way)
+    under_way = Exchange(group, send_splits, receive_splits)
+    return finish(begin(x, under_way), under_way)
 
 
 class UnderWay:
-    """An exchange that was begun and not finished: forward's, and later its gradient's."""
+    """A call that was begun and not finished: forward's, and later its gradient's."""
 
-    def __init__(
-        self, group: Group, send_splits: Sequence[int] | None = None, receive_splits: Sequence[int] | None = None
-    ) -> None:
-        self.group, self.send, self.receive = group, send_splits, receive_splits
+    def __init__(self, group: Group) -> None:
+        self.group = group
         self.pending: Pending | None = None
 
     def issue(self, x: Tensor, back: bool = False) -> Tensor:
-        # None on the receiving side means "as many as are sent", so the way back starts from what was sent.
-        there, here = self.send, self.receive
-        if back:
-            there, here = here if here is not None else there, there
-        self.pending = collectives.all_to_all(x, self.group, there, here)
+        self.pending = self._call(x, back)
         return self.pending.unfinished
 
     def wait(self) -> Tensor:
@@ -115,9 +111,36 @@ class UnderWay:
         pending, self.pending = self.pending, None
         return pending.wait()
 
+    def _call(self, x: Tensor, back: bool) -> Pending:
+        raise NotImplementedError
 
-def begin_exchange(x: Tensor, under_way: UnderWay) -> Tensor:
-    """`exchange` begun: what comes out must go to `finish_exchange`, unread, and nowhere else.
+
+class Exchange(UnderWay):
+    """An `exchange` in two halves."""
+
+    def __init__(
+        self, group: Group, send_splits: Sequence[int] | None = None, receive_splits: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(group)
+        self.send, self.receive = send_splits, receive_splits
+
+    def _call(self, x: Tensor, back: bool) -> Pending:
+        # None on the receiving side means "as many as are sent", so the way back starts from what was sent.
+        there, here = self.send, self.receive
+        if back:
+            there, here = here if here is not None else there, there
+        return collectives.all_to_all(x, self.group, there, here)
+
+
+class Gather(UnderWay):
+    """A `gather` in two halves."""
+
+    def _call(self, x: Tensor, back: bool) -> Pending:
+        return collectives.reduce_scatter(x, self.group) if back else collectives.all_gather(x, self.group)
+
+
+def begin(x: Tensor, under_way: UnderWay) -> Tensor:
+    """A call begun: what comes out must go to `finish`, unread, and nowhere else.
 
     What is computed between the two runs while the rows travel; and in backward, where autograd runs the later nodes
     first, the same while their gradients do.
@@ -125,8 +148,8 @@ def begin_exchange(x: Tensor, under_way: UnderWay) -> Tensor:
     return x if under_way.group.size == 1 else _Begin.apply(x, under_way)
 
 
-def finish_exchange(unfinished: Tensor, under_way: UnderWay) -> Tensor:
-    """Waits for an exchange that was begun. [sum(receive_splits), ...]"""
+def finish(unfinished: Tensor, under_way: UnderWay) -> Tensor:
+    """Waits for a call that was begun, and returns what it comes to."""
     return unfinished if under_way.group.size == 1 else _Finish.apply(unfinished, under_way)
 
 
@@ -194,14 +217,14 @@ class _GatherCopies(Function):
 
 class _ScatterSum(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, in_rank_order: bool) -> Tensor:
         ctx.group = group
-        return collectives.reduce_scatter(x, group).wait()
+        return collectives.reduce_scatter(x, group, in_rank_order).wait()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_gather(gradient, ctx.group).wait(), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return collectives.all_gather(gradient, ctx.group).wait(), None, None
 
 
 class _Split(Function):

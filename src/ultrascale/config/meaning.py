@@ -47,6 +47,7 @@ SHAPES = tuple(
         "decoder_sparse_step",
         "mlp_only_layers",
         "first_k_dense_replace",
+        "router_aux_loss_scope",
         "num_nextn_predict_layers",
         "vocab_size",
         "tie_word_embeddings",

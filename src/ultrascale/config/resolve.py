@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ultrascale.config.problem import ConfigError, Problem, choices
-from ultrascale.config.schema import Config, Section
+from ultrascale.config.schema import Config
+from ultrascale.config.section import Section
 
 Fitting = Callable[[int, Config], Sequence[object]]
 

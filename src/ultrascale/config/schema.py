@@ -9,30 +9,16 @@ The ranges here are those of the contract. What a package cannot do yet is refus
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
+from ultrascale.config.model_section import Model
+from ultrascale.config.section import Fraction, NonNegative, Positive, Section, integral
 
-def _integral(value: object) -> object:
-    """YAML 1.2 reads 1e6 as a float; it is a fine way to write a count. 2.5 stays a float, and is refused."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Integer = Annotated[int, BeforeValidator(_integral)]
-Positive = Annotated[int, Field(ge=1), BeforeValidator(_integral)]
-NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_integral)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 Axis = Literal["pp", "dp", "ep", "cp", "tp"]
 # Tuples, because a config is frozen; not strict, because YAML writes them as lists. Their items stay strict.
 Axes = Annotated[tuple[Axis, ...], Field(strict=False)]
 Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
-LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Field(strict=False)]
 LayersPerStage = Annotated[tuple[NonNegative, ...], Field(strict=False)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class Run(Section):
@@ -42,175 +28,13 @@ class Run(Section):
     """Folder of the run: metrics, checkpoints, manifest. null = runs/<run.name>."""
     name: Annotated[str, Field(min_length=1)] = "run"
     """Name of the run, in the console and in reports."""
-    seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_integral)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(integral)] = 0
     """Seed of initial values, data order and every other random draw. Change it for an independent run."""
     steps: Positive
     """Optimizer steps after which the run is finished. May be raised later: nothing else depends on it."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
     """auto: go on from the newest whole checkpoint of run.dir, if there is one. never: start anew, refusing
     a folder that holds a run. Anything else: the path of a checkpoint or of a run folder."""
-
-
-class LinearScaling(Section):
-    """Position interpolation: all rotary frequencies slowed alike."""
-
-    rope_type: Literal["linear"]
-    """linear: all frequencies are divided by factor, as if positions lay closer (Chen et al. 2023). Needs training at
-    the new length."""
-    factor: Annotated[float, Field(ge=1)]
-    """By how much: the new context over the one trained on."""
-
-
-class YarnScaling(Section):
-    """YaRN: slow rotary frequencies are divided, fast ones kept, and attention is sharpened."""
-
-    rope_type: Literal["yarn"]
-    """yarn: frequencies that turn often within the original context are kept, those that hardly turn are divided by
-    factor (Peng et al. 2023). The least training for the most length."""
-    factor: Annotated[float, Field(ge=1)]
-    """By how much: the new context over the one trained on."""
-    original_max_position_embeddings: Positive
-    """Context, in tokens, that the unscaled frequencies were trained on."""
-    beta_fast: Annotated[float, Field(gt=0)] = 32.0
-    """Frequencies with more turns than this in the original context are kept."""
-    beta_slow: Annotated[float, Field(gt=0)] = 1.0
-    """Frequencies with fewer turns than this in the original context are divided by the whole factor."""
-    attention_factor: Annotated[float, Field(gt=0)] | None = None
-    """Multiplies cos and sin, and so the attention's logits by its square. null = 0.1 · ln(factor) + 1, or what mscale
-    and mscale_all_dim say."""
-    mscale: Annotated[float, Field(gt=0)] | None = None
-    """With mscale_all_dim, as in DeepSeek's models: attention_factor = (0.1 · mscale · ln(factor) + 1) / (0.1 ·
-    mscale_all_dim · ln(factor) + 1)."""
-    mscale_all_dim: Annotated[float, Field(gt=0)] | None = None
-    """See mscale. The two go together."""
-    truncate: bool = True
-    """Round the bounds between kept, blended and divided frequencies outwards to whole ones."""
-
-
-class Llama3Scaling(Section):
-    """Llama 3's stretching of rotary frequencies for contexts longer than those first trained on."""
-
-    rope_type: Literal["llama3"]
-    """llama3: long wavelengths are stretched by factor, short ones kept (Llama 3.1)."""
-    factor: Annotated[float, Field(ge=1)]
-    """By how much the low frequencies are slowed (8 in Llama 3.1)."""
-    low_freq_factor: Annotated[float, Field(gt=0)]
-    """Wavelengths above original_max_position_embeddings / this get the whole factor (1 in Llama 3.1)."""
-    high_freq_factor: Annotated[float, Field(gt=0)]
-    """Wavelengths below original_max_position_embeddings / this stay as they are (4 in Llama 3.1)."""
-    original_max_position_embeddings: Positive
-    """Context, in tokens, that the unscaled frequencies were trained on (8192 in Llama 3)."""
-
-
-_BY_LENGTH = "its frequencies change with the length of the sequence at hand, and a model that trains has one set"
-RopeScaling = Annotated[
-    LinearScaling | YarnScaling | Llama3Scaling,
-    Field(
-        discriminator="rope_type",
-        json_schema_extra={
-            "refused": {
-                "default": "it scales nothing; write rope_scaling: null",
-                "dynamic": f"{_BY_LENGTH}; use yarn",
-                "longrope": f"{_BY_LENGTH}; use yarn",
-            }
-        },
-    ),
-]
-"""What a section says of rope_type decides which keys it has. `refused`: Hugging Face's other kinds, and why not."""
-
-
-class Model(Section):
-    """The network, by the names that Hugging Face gives its fields."""
-
-    family: Annotated[str, Field(min_length=1)]
-    """llama, qwen3, deepseek_v3, or package.module:Family for a model outside the tree."""
-    hidden_size: Positive
-    """Width of the residual stream."""
-    num_hidden_layers: Positive
-    """Number of transformer blocks."""
-    num_attention_heads: Positive
-    """Number of query heads. parallel.tp must divide it."""
-    num_key_value_heads: Positive | None = None
-    """Number of key and value heads (grouped-query attention). null = num_attention_heads."""
-    head_dim: Positive | None = None
-    """Width of one head of queries and keys. null = hidden_size / num_attention_heads; with latent attention
-    qk_nope_head_dim + qk_rope_head_dim."""
-    q_lora_rank: Positive | None = None
-    """deepseek_v3: width of the latent that queries are made from (1536 in DeepSeek-V3). null = queries come straight
-    from the residual stream, as in DeepSeek-V2-Lite."""
-    kv_lora_rank: Positive | None = None
-    """deepseek_v3: width of the latent that keys and values are made from (512 in DeepSeek-V3)."""
-    qk_nope_head_dim: Positive | None = None
-    """deepseek_v3: features of a query or key head that positions leave alone (128 in DeepSeek-V3)."""
-    qk_rope_head_dim: Positive | None = None
-    """deepseek_v3: features of a query or key head that positions turn; all heads share these of the key (64 in
-    DeepSeek-V3)."""
-    v_head_dim: Positive | None = None
-    """deepseek_v3: width of a value head (128 in DeepSeek-V3)."""
-    intermediate_size: Positive
-    """Width inside the feed-forward block. parallel.tp must divide it."""
-    num_experts: Positive | None = None
-    """qwen3_moe, mixtral: feed-forward blocks (experts) of a sparse layer, of which a token meets a few."""
-    num_experts_per_tok: Positive | None = None
-    """Experts that a token is sent to."""
-    moe_intermediate_size: Positive | None = None
-    """Width inside an expert. The axes of parallel.expert_tensor_axes must divide it."""
-    n_shared_experts: NonNegative = 0
-    """Experts that every token meets besides, as one block of so many times the width."""
-    norm_topk_prob: bool = True
-    """Make the weights of a token's experts add up to 1."""
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """How a router's logits become scores: over all experts together (Mixtral, Qwen3), or each alone (DeepSeek-V3)."""
-    routed_scaling_factor: Annotated[float, Field(gt=0)] = 1.0
-    """What the weights of a token's experts are multiplied with (2.5 in DeepSeek-V3)."""
-    n_group: Positive = 1
-    """Groups of experts, of which a token chooses topk_group before it chooses experts."""
-    topk_group: Positive = 1
-    """Groups that a token may choose experts from."""
-    decoder_sparse_step: Positive = 1
-    """Every so many layers one is sparse."""
-    mlp_only_layers: Annotated[tuple[NonNegative, ...], Field(strict=False)] = ()
-    """Layers, from 0, that are dense all the same."""
-    first_k_dense_replace: NonNegative = 0
-    """The first so many layers are dense."""
-    router_bias_update_rate: Annotated[float, Field(ge=0)] | None = None
-    """Balance routers without a loss: by how much an expert's bias, which counts for the choice alone, moves after each
-    step towards an even load (0.001 in DeepSeek-V3, 0 at its end). null = no biases."""
-    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the loss that keeps experts evenly busy within each sequence, summed over layers (0.001)."""
-    router_z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of logsumexp(router logits)², a mean over tokens, summed over layers (0.001)."""
-    vocab_size: Positive
-    """Number of token ids. Any number will do: it is padded inside, out of sight of loss and checkpoint."""
-    tie_word_embeddings: bool = False
-    """Use the embedding's weight as the head's too. Usual for small models."""
-    max_position_embeddings: Positive = 2048
-    """Longest sequence, in tokens, that the model is made for."""
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    """Base of the rotary frequencies. Larger for longer contexts (500000 in Llama 3)."""
-    rope_scaling: RopeScaling | None = None
-    """Scaling of rotary frequencies; null = none."""
-    sliding_window: Positive | None = None
-    """Tokens that a query sees at most, its own included. null = all before it."""
-    layer_types: LayerTypes | None = None
-    """Which layers the sliding window holds for, one entry each. null = all."""
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the mean square inside RMSNorm."""
-    initializer_range: Annotated[float, Field(ge=0)] = 0.02
-    """Standard deviation of the initial weights."""
-    depth_scaled_init: bool = False
-    """Divide the initial deviation of what writes to the residual stream by sqrt(2 · layers)."""
-    num_nextn_predict_layers: NonNegative = 0
-    """Multi-token prediction: layers behind the last, each of which predicts one token further ahead (1 in
-    DeepSeek-V3). They lie on the last pipeline stage, and use embedding and head of the model."""
-    mtp_loss_coefficient: Annotated[float, Field(ge=0)] = 0.3
-    """Weight of the mean of their losses (DeepSeek-V3: 0.3 for 10 T tokens, then 0.1)."""
-    label_smoothing: Fraction = 0.0
-    """Share of the target probability that is spread over the whole vocabulary."""
-    z_loss_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of logsumexp(logits)² in the loss: keeps logits small in long bfloat16 runs (1e-4 in PaLM)."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of a family outside the tree, handed to it as they are."""
 
 
 class Parallel(Section):
@@ -228,12 +52,12 @@ class Parallel(Section):
     """Expert parallel: the experts are cut over this many ranks. Dense layers see more data parallelism."""
     order: Axes = ("pp", "dp", "ep", "cp", "tp")
     """All five axes, outermost first. Neighbouring ranks differ in the last, which gets the fastest links."""
-    zero_stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(_integral)] = 0
+    zero_stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(integral)] = 0
     """What replicas share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     dp_shard: Positive | None = None
     """Replicas over which zero_stage shares out; dp / dp_shard groups of them hold copies (HSDP): a host's worth, for
     slow links between hosts. null = all of dp."""
-    prefetch: Annotated[int, Field(ge=0), BeforeValidator(_integral)] = 1
+    prefetch: Annotated[int, Field(ge=0), BeforeValidator(integral)] = 1
     """zero_stage 3: units whose parameters are gathered ahead of the one that is computed. Each costs its memory."""
     keep_gathered: bool = False
     """zero_stage 3: keep a stage's parameters from its first forward to its last backward of a step, for less traffic
@@ -246,6 +70,10 @@ class Parallel(Section):
     """Axes that experts are cut over. [ep, cp] or [cp, tp] fold them onto axes that dense layers cut by."""
     expert_tensor_axes: Axes | None = None
     """Axes that the matrices inside one expert are cut over. null = [tp], or [] when experts fold onto tp."""
+    expert_dispatch: Literal["auto", "all_to_all", "all_gather", "deep_ep"] = "auto"
+    """How tokens reach their experts: all_to_all sends what is chosen; all_gather sends all tokens to all ranks that
+    experts are cut over, for fewer ranks than a token has experts; deep_ep: the package of that name, on GPUs. auto =
+    deep_ep where it can run, else all_to_all."""
     bucket_bytes: Positive | Literal["auto"] = "auto"
     """zero_stage 0, 1: bytes of gradients that are reduced at a time. Larger where messages are slow to start, smaller
     for more overlap. auto = from latency and bandwidth of the links; manifest.json says the number. A unit (block,
@@ -427,6 +255,9 @@ class Precision(Section):
     """fp8: how scales are chosen."""
     reduce: Literal["float64", "float32", "bfloat16"] | None = None
     """Format in which gradients are summed over ranks. null = the wider of float32 and compute."""
+    combine: Literal["wide", "compute"] = "wide"
+    """Format in which outputs of a token's experts are weighted and added, and in which sums travel under
+    parallel.expert_dispatch=all_gather: wide = the wider of float32 and compute; compute saves half of that traffic."""
 
 
 class Recompute(Section):
@@ -446,27 +277,57 @@ class Evaluation(Section):
 
 
 class Checkpoint(Section):
-    """What is saved, and when."""
+    """What is saved, when, and where."""
 
     every: NonNegative = 0
-    """Steps between checkpoints, and one at the end; 0 = never."""
+    """Steps between checkpoints, and one at the end; 0 = never, or as every_minutes says."""
+    every_minutes: Annotated[float, Field(gt=0)] | None = None
+    """Minutes after which another is saved, by the clock of rank 0, when a step ends; and one at the end of the run.
+    null = by steps only. With both, whichever comes first."""
     keep: Positive | None = 2
     """How many of the newest are kept; null = all."""
-    asynchronous: bool = False
-    """Write while training goes on, from a copy of the state in host memory, as large as what a rank saves."""
+    keep_every: Positive | None = None
+    """Those of steps that are a multiple of this are kept for good; null = none."""
+    storage: Annotated[str, Field(min_length=1)] | None = None
+    """A URL for fsspec, such as s3://bucket/run: whole checkpoints are copied there in the background, and a run goes
+    on from there when those are newer than its own. Another one for each run. null = in the run folder only."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy of the state in host memory, as large as what a rank saves; false:
+    train on when it is written."""
     verify: Literal["full", "sampled", "off"] = "full"
     """How much of a checkpoint is compared with its checksums when it is read."""
+    export_hf: Annotated[str, Field(min_length=1)] | None = None
+    """A folder in run.dir, as hugging_face: at the end of the run its last checkpoint is written there as a Hugging
+    Face model, under step-00000010. null = none; `ultrascale convert to-hf` does it later."""
     allow_changes: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Keys that say what a run is, and that may be others than in the checkpoint it goes on from, as
+    """Keys that say what a run is, and that may be others than in the checkpoint it goes on from (or begins with), as
     [batch.sequence_length, model.rope_scaling]. data.train stands for the content of the data."""
 
 
-class Init(Section):
-    """Where the first weights come from, when not from run.seed."""
+class WeightRule(Section):
+    """What some tensors begin with, where not with those of their name and shape."""
 
-    from_hf: str | None = None
+    match: Annotated[str, Field(min_length=1)]
+    """Names of tensors of the run (with ignore: of the source), as `ultrascale checkpoint inspect` shows them: * stands
+    for anything, and 8-15 between dots for each of these numbers."""
+    action: Literal["fresh", "copy", "rows", "ignore"]
+    """fresh: drawn from run.seed. copy: those that source names. rows: the rows that both have, those behind them drawn
+    (another vocabulary). ignore: tensors of the source that the run has no place for are left out."""
+    source: Annotated[str, Field(min_length=1)] | None = None
+    """copy, rows: names there, with as many * and ranges as long: layers.0-7.* for layers.8-15.*. null = the same."""
+
+
+class Init(Section):
+    """Where the first weights come from, when not from run.seed. Step, learning rate, data and moments begin anew."""
+
+    from_hf: Annotated[str, Field(min_length=1)] | None = None
     """A Hugging Face model folder (config.json and safetensors files) that the first weights are read from, under any
     layout; `ultrascale convert config FOLDER` prints the model section that fits. null = drawn from run.seed."""
+    from_checkpoint: Annotated[str, Field(min_length=1)] | None = None
+    """A checkpoint, or a run folder (its newest whole one), of which only the weights are read. null = none."""
+    rules: Annotated[tuple[WeightRule, ...], Field(strict=False)] = ()
+    """What may differ between the model and the source, as [{match: lm_head.weight, action: fresh}]. The first that
+    matches a tensor decides; what none covers must be there, fit, and have a use."""
 
 
 class Observe(Section):

@@ -34,6 +34,10 @@ class MicroBatch:
     """For each row where its documents begin in the whole sequence, whatever of it is here; None: one document."""
     padding: Padding | None = None
     """None: all tokens are text."""
+    places: torch.Tensor | None = None
+    """int64 [seq, batch]: where in its whole sequence each token is; None: the sequence is here, in order."""
+    samples: torch.Tensor | None = None
+    """int64 [batch]: each row's number among the samples of the run; None: it is none of them."""
 
 
 @dataclass(frozen=True, slots=True)

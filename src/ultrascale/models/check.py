@@ -9,8 +9,9 @@ import re
 import sys
 from math import floor, pi
 
+from ultrascale.config.model_section import Llama3Scaling, Model, YarnScaling
 from ultrascale.config.problem import Problem, choices
-from ultrascale.config.schema import Config, Llama3Scaling, Model, YarnScaling
+from ultrascale.config.schema import Config
 from ultrascale.models import check_experts
 from ultrascale.models.family import FAMILIES
 from ultrascale.models.yarn import blended_pairs, pair_with_turns

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ultrascale.config.model_section import Model
 from ultrascale.config.problem import Problem, choices
-from ultrascale.config.schema import Config, Model
+from ultrascale.config.schema import Config
 from ultrascale.models.family import FAMILIES
 
 WITH_EXPERTS = {"mixtral": True, "qwen3_moe": True, "deepseek_v3": False}
@@ -13,7 +14,8 @@ NEEDED = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 FURTHER = (
     "n_shared_experts", "norm_topk_prob", "scoring_func", "routed_scaling_factor", "n_group", "topk_group",
     "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "router_bias_update_rate",
-    "router_aux_loss_coef", "router_z_loss_coef",
+    "router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef",
+    "router_jitter_noise", "expert_capacity_factor",
 )  # fmt: skip
 
 
@@ -26,7 +28,7 @@ def check(config: Config) -> list[Problem]:
     if missing:
         message = f"model.{missing[0]} is missing: model.family={model.family} has experts; set it"
         return [Problem(f"model.{missing[0]}", message)]
-    return _choice(model) or _cut(config)
+    return [*(_choice(model) or _cut(config)), *_without_effect(config)]
 
 
 def _idle(config: Config) -> list[Problem]:
@@ -36,11 +38,34 @@ def _idle(config: Config) -> list[Problem]:
     keys += ["parallel.expert_axes", "parallel.expert_tensor_axes"]
     if config.parallel.ep > 1:
         keys.append("parallel.ep")
+    if config.parallel.expert_dispatch != "auto":
+        keys.append("parallel.expert_dispatch")
+    if config.precision.combine != "wide":
+        keys.append("precision.combine")
     family = config.model.family
     why = "while model.num_experts is not set" if family in WITH_EXPERTS else "which has no experts"
     return [
         Problem(key, f"{key} has no effect under model.family={family}, {why}; leave it out", kind="idle")
         for key in keys
+    ]
+
+
+def _without_effect(config: Config) -> list[Problem]:
+    """Keys that another key leaves nothing to say."""
+    model, precision = config.model, config.precision
+    experts, k, factor = model.num_experts or 0, model.num_experts_per_tok or 0, model.expert_capacity_factor
+    scope: str = model.router_aux_loss_scope
+    idle: list[tuple[str, str, str]] = []
+    if scope != "sequence" and not model.router_aux_loss_coef:
+        idle.append(("model.router_aux_loss_scope", scope, "while model.router_aux_loss_coef is 0; set it"))
+    if factor is not None and factor * k >= experts:
+        why = f"as an expert then has room for all tokens ({experts} experts, {k} of a token); use less than"
+        idle.append(("model.expert_capacity_factor", f"{factor:g}", f"{why} {experts / k:g}"))
+    if precision.combine == "compute" and precision.compute in ("float32", "float64"):
+        why = f"under precision.compute={precision.compute}, which is as wide; use precision.compute=bfloat16"
+        idle.append(("precision.combine", precision.combine, why))
+    return [
+        Problem(key, f"{key}={value} has no effect {why}, or leave it out", kind="idle") for key, value, why in idle
     ]
 
 

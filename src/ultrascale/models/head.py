@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ultrascale.config.schema import Model
+from ultrascale.config.model_section import Model
 from ultrascale.models.sizes import tied
 from ultrascale.models.transformer import norm_weight
 from ultrascale.parallel.cross_entropy import VocabularyShard, head_loss

@@ -1,19 +1,18 @@
 """How a family stands in a Hugging Face folder: its parameters' names there, and its fields of config.json, as data.
 
-The data of the families of the tree are in `hugging_face_families.py`; here is what is done with them, the same for
-all. Needs no torch.
+The data of the families of the tree are in `hugging_face_families.py`; here is what is done with the names, the same
+for all; what is done with the fields is in `hugging_face_config.py`. Needs no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import ValidationError
-
-from ultrascale.config.schema import Model, RopeScaling
-from ultrascale.models.sizes import is_sparse
+from ultrascale.config.model_section import Model
+from ultrascale.models.row_order import RowOrder
+from ultrascale.models.sizes import all_layers, is_sparse, layer_name
 
 Dims = tuple[int, ...]
 
@@ -38,12 +37,16 @@ class Loaded:
 class Parameter:
     """One logical parameter, or one of each layer.
 
-    name     ours; `{layer}` stands for the layer's number
+    name     ours; `layers.{layer}` stands for what our names of the layer begin with
     theirs   Hugging Face's; with `{expert}` a tensor for each place along our first dim
-    shape    sizes by their names in `sizes`
+    shape    sizes by their names in `sizes`; a model in which one of them is 0 has no such parameter
     tied_to  ours that it is the same as under model.tie_word_embeddings: then it is not stored twice
     sparse   whether layers with experts have it, or those without; None: all
     loaded   a second place where it may lie
+    turned   sizes of a head's rows and of those of them that positions leave alone, where the two sides may pair the
+             others differently
+    wide     whether it is written in float32 at least, whatever the dtype of the others
+    behind   whether only layers that predict further tokens have it: their numbers go on where the decoder's end
     """
 
     name: str
@@ -52,15 +55,19 @@ class Parameter:
     tied_to: str | None = None
     sparse: bool | None = None
     loaded: Loaded | None = None
+    turned: tuple[str, str] | None = None
+    wide: bool = False
+    behind: bool = False
 
-    def of_layer(self, number: int) -> Parameter:
-        """With the layer's number filled in."""
+    def of_layer(self, number: int, ours: str) -> Parameter:
+        """With the layer's number filled in, and what it is called here."""
 
         def filled(name: str) -> str:
             return name.replace("{layer}", str(number))
 
         loaded = self.loaded and replace(self.loaded, theirs=filled(self.loaded.theirs))
-        return replace(self, name=filled(self.name), theirs=filled(self.theirs), loaded=loaded)
+        name = self.name.replace("layers.{layer}", ours)
+        return replace(self, name=name, theirs=filled(self.theirs), loaded=loaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +112,13 @@ class FamilyMapping:
     window     None: there is none in this architecture
     theta      base of the rotary frequencies that transformers takes when it is left out
     fixed      fields that have one value in this family, which is also what leaving them out means
+    unsaid     such fields that transformers does not have: written for other programs, not added to a folder's own
+    implied    keys of ours that the architecture has one value of, and no field
+    needed     keys of ours that it cannot be without: neither null nor none of them
     not_read   last parts of tensor names that are no parameters: buffers of old exports
+    pairs      the field that says whether neighbouring features are turned together (left out: they are); None: the two
+               halves of a head are, as here
+    copied     (theirs, ours) of what every layer that predicts further tokens has a copy of
     """
 
     family: str
@@ -116,7 +129,16 @@ class FamilyMapping:
     window: Window | None = None
     theta: float = 10000.0
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()
     not_read: tuple[str, ...] = ()
+    pairs: str | None = None
+    copied: tuple[tuple[str, str], ...] = ()
+
+    def paired(self, config: Mapping[str, Any] | None) -> bool:
+        """Whether a folder with this config.json (None: the published form) pairs neighbouring features."""
+        return self.pairs is not None and bool((config or {}).get(self.pairs, True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,40 +159,68 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Logical:
-    """A logical parameter, and the parts that tile it."""
+    """A logical parameter, and the parts that tile it.
+
+    rows   which of their rows is which of ours, where the order is another; the parts are in their order
+    wide   as Parameter.wide
+    """
 
     shape: Dims
     parts: tuple[Part, ...]
+    rows: RowOrder | None = None
+    wide: bool = False
 
 
 def sizes(model: Model) -> dict[str, int]:
     """The names that shapes are written in; takes a resolved model."""
     assert model.head_dim is not None
     assert model.num_key_value_heads is not None
+    heads, rope, latent = model.num_attention_heads, model.qk_rope_head_dim or 0, model.kv_lora_rank or 0
+    values, features = model.v_head_dim or 0, model.moe_intermediate_size or 0
     return {
         "vocabulary": model.vocab_size,
         "hidden": model.hidden_size,
+        "two hidden": 2 * model.hidden_size,
         "queries": model.num_attention_heads * model.head_dim,
         "keys": model.num_key_value_heads * model.head_dim,
         "head": model.head_dim,
         "features": model.intermediate_size,
         "experts": model.num_experts or 0,
-        "expert features": model.moe_intermediate_size or 0,
+        "expert features": features,
+        "shared features": model.n_shared_experts * features,
+        "balanced experts": 0 if model.router_bias_update_rate is None else model.num_experts or 0,
+        "query latent": model.q_lora_rank or 0,
+        "queries without latent": 0 if model.q_lora_rank else heads * model.head_dim,
+        "latent": latent,
+        "latent and shared key": latent + rope,
+        "unturned": model.head_dim - rope,
+        "keys and values": heads * (model.head_dim - rope + values),
+        "values": heads * values,
     }
 
 
-def logical_parameters(mapping: FamilyMapping, model: Model, there: Collection[str] = ()) -> dict[str, Logical]:
-    """Every logical parameter of a resolved model, in the model's order.
+def logical_parameters(
+    mapping: FamilyMapping, model: Model, there: Collection[str] = (), config: Mapping[str, Any] | None = None
+) -> dict[str, Logical]:
+    """Every logical parameter of a resolved model, in the model's order, and what else of its state a folder has.
 
-    there   names of tensors in a folder: which of a parameter's two places it is in; without them the first
+    there    names of tensors in a folder: which of a parameter's two places it is in; without them the first
+    config   the folder's config.json; None: the published form
     """
+    pairs = mapping.paired(config)
     known = sizes(model)
     found = {}
     for parameter in _of_model(mapping, model):
         if parameter.tied_to and model.tie_word_embeddings:
             continue
         shape = tuple(known[size] for size in parameter.shape)
-        found[parameter.name] = Logical(shape, _parts(parameter, shape, there))
+        if 0 in shape:
+            continue
+        rows = None
+        if parameter.turned and pairs:
+            block, first = (known[size] for size in parameter.turned)
+            rows = RowOrder(block, first, pairs=True)
+        found[parameter.name] = Logical(shape, _parts(parameter, shape, there), rows, parameter.wide)
     return found
 
 
@@ -199,7 +249,18 @@ def _parts(parameter: Parameter, shape: Dims, there: Collection[str]) -> tuple[P
 def copies(mapping: FamilyMapping, model: Model) -> dict[str, str]:
     """Their name → ours, of tensors that a folder may hold beside the one that they are tied to."""
     tied = model.tie_word_embeddings
-    return {p.theirs: p.tied_to for p in mapping.parameters if p.tied_to and tied}
+    return {p.theirs: p.tied_to for p in mapping.parameters if p.tied_to and tied} | written_copies(mapping, model)
+
+
+def written_copies(mapping: FamilyMapping, model: Model) -> dict[str, str]:
+    """Those that published folders do hold: of layers that predict further tokens, which others load alone."""
+    tied = {p.name: p.tied_to for p in mapping.parameters if p.tied_to and model.tie_word_embeddings}
+    behind = all_layers(model)[model.num_hidden_layers :]
+    return {
+        theirs.replace("{layer}", str(number)): tied.get(ours, ours)
+        for number in behind
+        for theirs, ours in mapping.copied
+    }
 
 
 def _of_model(mapping: FamilyMapping, model: Model) -> list[Parameter]:
@@ -210,175 +271,8 @@ def _of_model(mapping: FamilyMapping, model: Model) -> list[Parameter]:
         if parameter not in layers:
             found.append(parameter)
         elif parameter is layers[0]:
-            for number in range(model.num_hidden_layers):
-                sparse = is_sparse(model, number)
-                found += (p.of_layer(number) for p in layers if p.sparse in (None, sparse))
+            for number in all_layers(model):
+                sparse, behind = is_sparse(model, number), number >= model.num_hidden_layers
+                of_this = [p for p in layers if p.sparse in (None, sparse) and (behind or not p.behind)]
+                found += (p.of_layer(number, layer_name(model, number)) for p in of_this)
     return found
-
-
-# ---- config.json ----------------------------------------------------------------------------------------------------
-
-
-def model_of(mapping: FamilyMapping, config: Mapping[str, Any]) -> Model:
-    """The resolved model section that a config.json describes.
-
-    Raises HuggingFaceError when it describes what the family is not: a field with another value than the fixed one, a
-    kind of rope scaling that is not known, sizes that are missing or make no sense.
-    """
-    problems = [
-        f"{key}={config[key]!r} is not what {mapping.architecture} has here, which is {value!r}"
-        for key, value in mapping.fixed.items()
-        if config.get(key, value) != value
-    ]
-    values: dict[str, Any] = {"family": mapping.family}
-    for one in mapping.fields:
-        value = config.get(one.name_in(config), one.default)
-        if value is REQUIRED:
-            problems.append(f"{one.theirs} is missing")
-        else:
-            values[one.ours] = value
-    values |= _rope(mapping.theta, config, problems)
-    values |= _window(mapping.window, config, problems)
-    if not problems:
-        try:
-            return _resolved(Model.model_validate(values))
-        except ValidationError as error:
-            for detail in error.errors(include_url=False, include_context=False):
-                problems.append(f"{'.'.join(map(str, detail['loc']))}={detail['input']!r}: {detail['msg']}")
-        except ValueError as error:
-            problems.append(str(error))
-    raise HuggingFaceError("config.json: " + "; ".join(dict.fromkeys(problems)))
-
-
-def _resolved(model: Model) -> Model:
-    heads, width = model.num_attention_heads, model.hidden_size
-    if model.head_dim is None and width % heads:
-        raise ValueError(f"num_attention_heads={heads} does not divide hidden_size={width}, and there is no head_dim")
-    filled = {
-        "head_dim": model.head_dim or width // heads,
-        "num_key_value_heads": model.num_key_value_heads or heads,
-    }
-    return model.model_copy(update=filled)
-
-
-_SCALINGS = [kind.model_fields["rope_type"].annotation.__args__[0] for kind in get_args(get_args(RopeScaling)[0])]
-_BESIDE_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-
-
-def _rope(default: float, config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, in the words of transformers 5 (rope_parameters) or of those before it."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if by_layer := [key for key, value in given.items() if isinstance(value, Mapping)]:
-        problems.append(f"rope_parameters differ between {' and '.join(by_layer)}: here all layers have the same")
-    theta = given.get("rope_theta", config.get("rope_theta", default))
-    kind = given.get("rope_type", given.get("type", "default"))
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        problems.append(f"partial_rotary_factor={partial!r}: all of a head is rotated here")
-    if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if kind not in _SCALINGS:
-        problems.append(f"rope_type={kind!r} is not known; default, {', '.join(_SCALINGS)} are")
-        return {}
-    section = {key: value for key, value in given.items() if key not in _BESIDE_SCALING and value is not None}
-    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **section}}
-
-
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-def _window(window: Window | None, config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """sliding_window and layer_types."""
-    if window is None:
-        return {}
-    width = config.get("sliding_window", window.default)
-    if window.switched and not config.get("use_sliding_window", False):
-        width = None
-    if not window.by_layer:
-        return {"sliding_window": width}
-    layers = config.get("num_hidden_layers", 0)
-    types = config.get("layer_types")
-    if types is None:
-        # transformers' rule: the first max_window_layers see all, of which the default is 28.
-        first = config.get("max_window_layers", 28)
-        types = [SLIDING if width is not None and layer >= first else FULL for layer in range(layers)]
-    if width is None and SLIDING in types:
-        problems.append(f"layer_types names {SLIDING}, and there is no sliding_window that holds")
-    if SLIDING not in types:
-        return {}
-    return {"sliding_window": width, "layer_types": None if FULL not in types else tuple(types)}
-
-
-def _window_fields(window: Window | None, model: Model) -> dict[str, Any]:
-    if window is None:
-        return {}
-    fields: dict[str, Any] = {"sliding_window": model.sliding_window}
-    if window.switched:
-        fields["use_sliding_window"] = model.sliding_window is not None
-    if window.by_layer:
-        everywhere = FULL if model.sliding_window is None else SLIDING
-        fields["layer_types"] = list(model.layer_types or [everywhere] * model.num_hidden_layers)
-    return fields
-
-
-def unsaid(mapping: FamilyMapping, model: Model) -> list[str]:
-    """A clause for each key of a resolved model that the architecture has no word for and is not at its default."""
-    said = {one.ours for one in mapping.fields} | {"rope_theta", "rope_scaling", *NOT_OF_THE_WEIGHTS}
-    if mapping.window is not None:
-        said |= {"sliding_window", "layer_types"} if mapping.window.by_layer else {"sliding_window"}
-    return [
-        f"model.{key}={_plain(getattr(model, key))}"
-        for key, known in Model.model_fields.items()
-        if key not in said and getattr(model, key) != known.get_default(call_default_factory=True)
-    ]
-
-
-def config_json(
-    mapping: FamilyMapping, model: Model, dtype: str, base: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The config.json of a resolved model.
-
-    base   that of the folder which the weights came from: what it says beside the model (ids of special tokens and
-           the like) is kept
-    """
-    config = dict(base or {})
-    config |= {"architectures": [mapping.architecture], "model_type": mapping.model_type}
-    config |= {one.name_in(config): getattr(model, one.ours) for one in mapping.fields}
-    config |= {key: value for key, value in mapping.fixed.items() if value is not None}
-    config |= _window_fields(mapping.window, model)
-    scaling = None if model.rope_scaling is None else model.rope_scaling.model_dump(exclude_none=True)
-    if "rope_parameters" in config:
-        config["rope_parameters"] = {"rope_theta": model.rope_theta, **(scaling or {"rope_type": "default"})}
-        config.pop("rope_theta", None)
-        config.pop("rope_scaling", None)
-    else:
-        config |= {"rope_theta": model.rope_theta, "rope_scaling": scaling}
-    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    return config
-
-
-NOT_OF_THE_WEIGHTS = (
-    "family",
-    "max_position_embeddings",
-    "initializer_range",
-    "depth_scaled_init",
-    "label_smoothing",
-    "z_loss_coefficient",
-    "router_aux_loss_coef",
-    "router_z_loss_coef",
-    "options",
-)
-"""Keys of the model section that say nothing of what weights do: they may differ from those of a folder."""
-
-
-def differences(configured: Model, found: Model) -> list[str]:
-    """A clause for each key in which two resolved models differ so that the weights of the one are not the other's."""
-    return [
-        f"model.{key}={_plain(getattr(configured, key))} is {_plain(getattr(found, key))} there"
-        for key in Model.model_fields
-        if key not in NOT_OF_THE_WEIGHTS and getattr(configured, key) != getattr(found, key)
-    ]
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump() if hasattr(value, "model_dump") else "null" if value is None else value

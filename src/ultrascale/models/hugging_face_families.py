@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from ultrascale.config.model_section import Model
 from ultrascale.config.problem import choices
-from ultrascale.config.schema import Model
 from ultrascale.models.hugging_face import (
     REQUIRED,
     FamilyMapping,
@@ -16,8 +16,8 @@ from ultrascale.models.hugging_face import (
     Loaded,
     Parameter,
     Window,
-    unsaid,
 )
+from ultrascale.models.hugging_face_config import unsaid
 
 # What transformers fills in differs between architectures; real folders say all of it.
 _LLAMA_DEFAULTS = {
@@ -29,7 +29,7 @@ _LLAMA_DEFAULTS = {
     "initializer_range": 0.02,
 }
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
 
 
 _EXPERTS, _EXPERTS_BACK = ("experts", "expert features", "hidden"), ("experts", "hidden", "expert features")
@@ -41,36 +41,53 @@ def _fields(**defaults: Any) -> tuple[Field, ...]:
     return sizes + tuple(Field(name, name, value) for name, value in {**_LLAMA_DEFAULTS, **defaults}.items())
 
 
-def _parameters(*more: tuple[str, str, tuple[str, ...]], mixture: tuple[Parameter, ...] = ()) -> tuple[Parameter, ...]:
+def _of_layer(ours: str, theirs: str, shape: tuple[str, ...], **more: Any) -> Parameter:
+    """A weight of every layer."""
+    return Parameter(f"layers.{{layer}}.{ours}.weight", f"model.layers.{{layer}}.{theirs}.weight", shape, **more)
+
+
+def _attention(name: str, *shape: str, **more: Any) -> Parameter:
+    """A weight of every layer's attention, which has the same name on both sides."""
+    return _of_layer(f"attention.{name}", f"self_attn.{name}", shape, **more)
+
+
+# q and k need no permutation: both sides rotate the two halves of a head (kernels/reference.py, rotate).
+_GROUPED_QUERIES = (
+    _attention("q_proj", "queries", "hidden"),
+    _attention("k_proj", "keys", "hidden"),
+    _attention("v_proj", "keys", "hidden"),
+    _attention("o_proj", "hidden", "queries"),
+)
+_HEAD_NORMS = (_attention("q_norm", "head"), _attention("k_norm", "head"))
+_LATENT = (
+    _attention("q_proj", "queries without latent", "hidden", turned=("head", "unturned")),
+    _attention("q_a_proj", "query latent", "hidden"),
+    _attention("q_a_layernorm", "query latent"),
+    _attention("q_b_proj", "queries", "query latent", turned=("head", "unturned")),
+    _attention("kv_a_proj_with_mqa", "latent and shared key", "hidden", turned=("latent and shared key", "latent")),
+    _attention("kv_a_layernorm", "latent"),
+    _attention("kv_b_proj", "keys and values", "latent"),
+    _attention("o_proj", "hidden", "values"),
+)
+
+
+def _parameters(
+    *more: Parameter, attention: tuple[Parameter, ...] = _GROUPED_QUERIES, mixture: tuple[Parameter, ...] = ()
+) -> tuple[Parameter, ...]:
     """A decoder's parameters.
 
-    more     (ours, theirs, shape) of what layers have beside Llama's
+    more     what layers have beside Llama's
     mixture  what sparse layers have in place of gate, up and down
-    q and k need no permutation: both sides rotate the two halves of a head (kernels/reference.py, rotate).
     """
-    of_layers = (
-        ("attention_norm", "input_layernorm", ("hidden",)),
-        ("attention.q_proj", "self_attn.q_proj", ("queries", "hidden")),
-        ("attention.k_proj", "self_attn.k_proj", ("keys", "hidden")),
-        ("attention.v_proj", "self_attn.v_proj", ("keys", "hidden")),
-        ("attention.o_proj", "self_attn.o_proj", ("hidden", "queries")),
-        *more,
-        ("mlp_norm", "post_attention_layernorm", ("hidden",)),
-    )
-    dense = (
-        ("mlp.gate_proj", "mlp.gate_proj", ("features", "hidden")),
-        ("mlp.up_proj", "mlp.up_proj", ("features", "hidden")),
-        ("mlp.down_proj", "mlp.down_proj", ("hidden", "features")),
-    )
     return (
         Parameter("embed_tokens.weight", "model.embed_tokens.weight", ("vocabulary", "hidden")),
-        *(
-            Parameter(
-                f"layers.{{layer}}.{ours}.weight", f"model.layers.{{layer}}.{theirs}.weight", shape, sparse=sparse
-            )
-            for names, sparse in ((of_layers, None), (dense, False))
-            for ours, theirs, shape in names
-        ),
+        _of_layer("attention_norm", "input_layernorm", ("hidden",)),
+        *attention,
+        *more,
+        _of_layer("mlp_norm", "post_attention_layernorm", ("hidden",)),
+        _of_layer("mlp.gate_proj", "mlp.gate_proj", ("features", "hidden"), sparse=False),
+        _of_layer("mlp.up_proj", "mlp.up_proj", ("features", "hidden"), sparse=False),
+        _of_layer("mlp.down_proj", "mlp.down_proj", ("hidden", "features"), sparse=False),
         *mixture,
         Parameter("norm.weight", "model.norm.weight", ("hidden",)),
         Parameter("lm_head.weight", "lm_head.weight", ("vocabulary", "hidden"), tied_to="embed_tokens.weight"),
@@ -103,9 +120,34 @@ def _mixture(block: str, gate: str, up: str, down: str) -> tuple[Parameter, ...]
     )
 
 
-_HEAD_NORMS = (
-    ("attention.q_norm", "self_attn.q_norm", ("head",)),
-    ("attention.k_norm", "self_attn.k_norm", ("head",)),
+_BIAS_AND_SHARED = (
+    Parameter(
+        "layers.{layer}.moe.router.bias",
+        "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+        ("balanced experts",),
+        sparse=True,
+        wide=True,
+    ),
+    *(
+        _of_layer(f"moe.shared_experts.{name}", f"mlp.shared_experts.{name}", shape, sparse=True)
+        for name, shape in (
+            ("gate_proj", ("shared features", "hidden")),
+            ("up_proj", ("shared features", "hidden")),
+            ("down_proj", ("hidden", "shared features")),
+        )
+    ),
+)
+
+# What layers behind the decoder's have beside a layer's own; embedding and head lie there again.
+_FURTHER = (
+    _of_layer("enorm", "enorm", ("hidden",), behind=True),
+    _of_layer("hnorm", "hnorm", ("hidden",), behind=True),
+    _of_layer("eh_proj", "eh_proj", ("hidden", "two hidden"), behind=True),
+    _of_layer("norm", "shared_head.norm", ("hidden",), behind=True),
+)
+_COPIED = (
+    ("model.layers.{layer}.embed_tokens.weight", "embed_tokens.weight"),
+    ("model.layers.{layer}.shared_head.head.weight", "lm_head.weight"),
 )
 
 LLAMA = FamilyMapping(
@@ -183,7 +225,49 @@ QWEN3_MOE = FamilyMapping(
     fixed={**_FIXED, "attention_bias": False},
 )
 
-MAPPINGS = (LLAMA, MISTRAL, QWEN3, MIXTRAL, QWEN3_MOE)
+# Its experts are chosen by sigmoid scores with a bias; head_dim there is that of the part that positions turn.
+DEEPSEEK_V3 = FamilyMapping(
+    family="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    fields=(
+        *(
+            one
+            for one in _fields(
+                max_position_embeddings=4096,
+                q_lora_rank=1536,
+                kv_lora_rank=512,
+                qk_nope_head_dim=128,
+                qk_rope_head_dim=64,
+                v_head_dim=128,
+                num_experts_per_tok=8,
+                moe_intermediate_size=2048,
+                n_shared_experts=1,
+                first_k_dense_replace=3,
+                norm_topk_prob=True,
+                routed_scaling_factor=2.5,
+                n_group=8,
+                topk_group=4,
+            )
+            if one.ours != "head_dim"
+        ),
+        Field("num_experts", "n_routed_experts", 256, also="num_local_experts"),
+        Field("num_nextn_predict_layers", "num_nextn_predict_layers", 1, also="num_mtp_layers"),
+    ),
+    parameters=_parameters(
+        *_FURTHER,
+        attention=_LATENT,
+        mixture=(*_mixture("mlp", "gate_proj", "up_proj", "down_proj"), *_BIAS_AND_SHARED),
+    ),
+    fixed={**_FIXED, "attention_bias": False},
+    unsaid={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    implied={"scoring_func": "sigmoid", "router_bias_update_rate": 0.0},
+    needed=("num_experts", "n_shared_experts", "router_bias_update_rate"),
+    pairs="rope_interleave",
+    copied=_COPIED,
+)
+
+MAPPINGS = (LLAMA, MISTRAL, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
 """Of several for one family, the first that has a word for everything is written."""
 
 

@@ -23,7 +23,8 @@ class Mixtral(Llama):
         """Llama's, and those that keep routers even and their logits small; each sums over all layers."""
         model, terms = self.config.model, super().terms()
         if model.router_aux_loss_coef:
-            terms["balance"] = Term("rows", model.router_aux_loss_coef)
+            of_rows = model.router_aux_loss_scope == "sequence"
+            terms["balance"] = Term("rows" if of_rows else "tokens", model.router_aux_loss_coef)
         if model.router_z_loss_coef:
             terms["router_z"] = Term("tokens", model.router_z_loss_coef)
         return terms

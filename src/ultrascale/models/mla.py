@@ -21,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ultrascale.comm import differentiable
-from ultrascale.config.schema import Model, YarnScaling
+from ultrascale.config.model_section import Model, YarnScaling
 from ultrascale.kernels import reference
 from ultrascale.models import yarn
 from ultrascale.models.sizes import layer_name, window_of

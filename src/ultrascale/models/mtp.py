@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ultrascale.config.schema import Model
+from ultrascale.config.model_section import Model
 from ultrascale.models.head import Head, embedding
 from ultrascale.models.sizes import layer_name
 from ultrascale.models.transformer import norm_weight, replicated_matrix

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ultrascale.config.schema import Model
+from ultrascale.config.model_section import Model
 from ultrascale.models.llama import Llama
 from ultrascale.models.sizes import Sizes, layer_name
 from ultrascale.models.transformer import Attention, AttentionLayer, Block

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ultrascale.config.schema import LinearScaling, Llama3Scaling, Model, YarnScaling
+from ultrascale.config.model_section import LinearScaling, Llama3Scaling, Model, YarnScaling
 from ultrascale.models import yarn
 from ultrascale.models.sizes import rotary_dim
 

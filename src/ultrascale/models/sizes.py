@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ultrascale.config.schema import Config, Model
+from ultrascale.config.model_section import Model
+from ultrascale.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)

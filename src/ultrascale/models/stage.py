@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ultrascale.config.schema import Config, Model
+from ultrascale.config.model_section import Model
+from ultrascale.config.schema import Config
 from ultrascale.models.batch import MicroBatch
 from ultrascale.models.head import Head, embedding
 from ultrascale.models.mtp import FurtherToken

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ultrascale.config.schema import Model
+from ultrascale.config.model_section import Model
 from ultrascale.kernels import reference
 from ultrascale.models.sizes import layer_name, window_of
 from ultrascale.parallel.layout import Constant, Kind, Layout, Normal, Use

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from math import ceil, floor, log, pi
 
-from ultrascale.config.schema import YarnScaling
+from ultrascale.config.model_section import YarnScaling
 
 
 def pair_with_turns(turns: float, scaling: YarnScaling, theta: float, head_dim: int) -> float:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ultrascale.observe.doctor import Examined, Report
 from ultrascale.observe.machine import Machine, Package
+from ultrascale.parallel.experts import choice
 
 Line = tuple[str, str, str]
 """(what, how it is, what to do)"""
@@ -19,7 +20,7 @@ def show(report: Report) -> None:
     """Prints it."""
     console = Console(highlight=False, soft_wrap=True)
     _section(console, "This machine", _machine(report.machine, report.device))
-    _section(console, "Packages", map(_package, report.machine.packages))
+    _section(console, "Packages", _packages(report.machine))
     demand = report.demand
     on = f"on {report.device}, for {demand.compute} and heads of {demand.head_dim}"
     _section(console, f"Attention {on}", _attention(report))
@@ -66,6 +67,12 @@ def _package(package: Package) -> Line:
     needed = f"optional, extra {package.extra}" if package.extra else "needed"
     here = package.installed or f"not installed ({needed})"
     return package.name, here, "" if package.fits else package.command
+
+
+def _packages(machine: Machine) -> Iterator[Line]:
+    yield from map(_package, machine.packages)
+    how = "not installed (optional, for experts on GPUs)"
+    yield choice.PACKAGE, machine.deep_ep or how, "" if machine.deep_ep else choice.INSTALL
 
 
 def _attention(report: Report) -> Iterator[Line]:

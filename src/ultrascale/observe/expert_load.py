@@ -15,6 +15,12 @@ def balance_figures(layers: Sequence[Tokens]) -> dict[str, list[float | None]]:
     return {"expert_load": [busiest(tokens) for tokens in layers], "expert_entropy": [entropy(t) for t in layers]}
 
 
+def dropped_figures(layers: Sequence[Tokens], dropped: Sequence[int]) -> dict[str, list[int] | list[float]]:
+    """What it says of choices for which experts had no room, by layer: how many, and their share of all choices."""
+    shares = [count / max(1, sum(tokens)) for tokens, count in zip(layers, dropped, strict=True)]
+    return {"expert_dropped": list(dropped), "expert_dropped_share": shares}
+
+
 def busiest(tokens: Tokens) -> float | None:
     """The largest count over the mean one: 1 when all are alike, experts / k when k of them get everything."""
     total = sum(tokens)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from ultrascale.comm.backends import backends
 from ultrascale.data.cache import cache_folder
+from ultrascale.kernels.choice import installed
+from ultrascale.parallel.experts import choice
 
 RESOLVE_SECONDS = 2.0
 """How long to wait for a name server that may not be there."""
@@ -100,6 +102,8 @@ class Machine:
     """The environment variable."""
     cache: str
     cache_writable: bool
+    deep_ep: str | None
+    """Version of the package by which tokens can travel to experts, and which is on no index."""
 
 
 def look() -> Machine:
@@ -116,6 +120,7 @@ def look() -> Machine:
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         cache=str(cache),
         cache_writable=_writable(cache),
+        deep_ep=installed(choice.PACKAGE),
     )
 
 

@@ -6,9 +6,12 @@ sweeps change sizes alone.
 
 from __future__ import annotations
 
+from ultrascale.config.model_section import Model
 from ultrascale.config.problem import Problem, choices
-from ultrascale.config.schema import Config, Context, Model, Parallel
+from ultrascale.config.schema import Config, Context, Parallel
+from ultrascale.kernels.choice import Refusal, installed
 from ultrascale.parallel.context.split import Cut, sequence_multiple, tp_splits_tokens
+from ultrascale.parallel.experts import choice
 
 
 def check(config: Config) -> list[Problem]:
@@ -16,7 +19,27 @@ def check(config: Config) -> list[Problem]:
     return [
         *_sharding(config),
         *(_heads_and_features(config) or _context(config) or _sequence(config)),
+        *_dispatch(config, "cuda"),
     ]
+
+
+def check_device(config: Config, device: str) -> list[Problem]:
+    """Problems of the device that the run is on. Takes a config that `check` found nothing wrong with."""
+    return _dispatch(config, device)
+
+
+def _dispatch(config: Config, device: str) -> list[Problem]:
+    """A way to the experts that is named can be gone."""
+    if config.parallel.expert_dispatch != "deep_ep" or config.model.num_experts is None:
+        return []
+
+    def problem(refusal: Refusal) -> Problem:
+        run = f", and this run is on {device}" if device == "cpu" else ""
+        ways = [refusal.fix] if refusal.fix else []
+        ways_out = ", or ".join([*ways, "use parallel.expert_dispatch=auto"])
+        return Problem("parallel.expert_dispatch", f"parallel.expert_dispatch=deep_ep {refusal.text}{run}; {ways_out}")
+
+    return [problem(refusal) for refusal in choice.refusals(config, device, installed(choice.PACKAGE))]
 
 
 def _sharding(config: Config) -> list[Problem]:

@@ -101,6 +101,10 @@ class Pass:
     """bool [seq, batch]: whether a token is text; None: all are."""
     lengths: torch.Tensor | None = None
     """int64 [batch], with `real`: tokens of text of each whole row."""
+    places: torch.Tensor | None = None
+    """int64 [seq, batch]: where in its whole sequence each token is; None: the sequence is here, in order."""
+    samples: torch.Tensor | None = None
+    """int64 [batch]: each row's number among the samples of the run; None: it is none of them."""
     load: ExpertLoad | None = None
     """Where routers say how many tokens each expert got; None: nobody asks."""
 

@@ -201,9 +201,12 @@ class Engine:
         hidden = self._take("activation", stage, number) if stage > 0 else None
         if hidden is not None and training:
             hidden.requires_grad_()
-        current = Pass(stage, number, self.gradients, self.weights, load=self.load)
+        batch = self._batch.micro_batches[number]
+        current = Pass(
+            stage, number, self.gradients, self.weights, places=batch.places, samples=batch.samples, load=self.load
+        )
         with self.ledger.during("forward"), torch.set_grad_enabled(training):
-            out: Any = self.stages[stage](hidden, self._batch.micro_batches[number], current)
+            out: Any = self.stages[stage](hidden, batch, current)
             onward, terms = _parts(out)
             scalar = self.objective.scalar(terms, self._batch.denominators) if terms and training else None
         if terms:

@@ -33,9 +33,12 @@ class Policy:
     """In which gradients of micro-batches are added up."""
     reduce: torch.dtype
     """In which gradients travel."""
+    combine: torch.dtype
+    """In which outputs of a token's experts are added."""
 
     @staticmethod
     def of(config: Config) -> Policy:
         compute = DTYPES[config.precision.compute]
         reduce = DTYPES[config.precision.reduce] if config.precision.reduce else wide(compute)
-        return Policy(compute=compute, master=wide(compute), accumulate=wide(compute), reduce=reduce)
+        combine = compute if config.precision.combine == "compute" else wide(compute)
+        return Policy(compute, master=wide(compute), accumulate=wide(compute), reduce=reduce, combine=combine)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from ultrascale.comm import collectives
 from ultrascale.comm.group import Group
-from ultrascale.config.schema import Model
+from ultrascale.config.model_section import Model
+from ultrascale.parallel.experts.dispatch import counts_of
 from ultrascale.parallel.layout import Layout
 from ultrascale.parallel.module import Build, Module
 from ultrascale.parallel.passes import Pass
@@ -85,24 +86,32 @@ class Router(Module):
     weight: torch.Tensor
     bias: torch.Tensor
     """Wide [experts], where there is one: added to scores for the choice alone (`balance`)."""
+    load: torch.Tensor
+    """Wide [experts], where the auxiliary loss looks at the global batch: each expert's share of the choices of the
+    step before, 1/experts before the first."""
 
-    def __init__(self, build: Build, layout: Layout, bias: Layout | None, model: Model) -> None:
+    def __init__(self, build: Build, layout: Layout, bias: Layout | None, load: Layout | None, model: Model) -> None:
         super().__init__(build)
         self.declare("weight", layout)
         if bias is not None:
             self.keep("bias", bias)
+        if load is not None:
+            self.keep("load", load)
         self.model = model
 
     def balance(self, counts: torch.Tensor) -> None:
         """After a step: experts with fewer tokens than the mean become likelier, by a fixed amount; and the reverse.
 
-        counts   int64 [experts], of the global batch: equal on all ranks, and so stay the biases
+        counts   int64 [experts], of the global batch: equal on all ranks, and so stay biases and shares
         Wang et al. 2024, "Auxiliary-loss-free load balancing", algorithm 1.
         """
-        rate = self.model.router_bias_update_rate
+        rate, total = self.model.router_bias_update_rate, counts.sum()
         if rate:
-            missing = counts.sum() - counts * counts.numel()  # integers: no rounding decides a sign
+            missing = total - counts * counts.numel()  # integers: no rounding decides a sign
             self.bias.add_(missing.sign().to(self.bias.dtype), alpha=rate)
+        if "load" in self.kept:
+            shares = counts.to(torch.float64) / total.clamp(min=1)
+            self.load.copy_(torch.where(total > 0, shares, self.load.to(torch.float64)))
 
     def forward(self, x: torch.Tensor, current: Pass) -> Routing:
         """x [tokens, hidden]"""
@@ -154,12 +163,25 @@ def balance_sum(routing: Routing, rows: int, per_row: torch.Tensor | int, row_gr
     experts, k = routing.shares.shape[1], routing.chosen.shape[1]
     with torch.no_grad():
         row = torch.arange(routing.chosen.shape[0], device=routing.chosen.device) % rows
-        places = (row.unsqueeze(1) * experts + routing.chosen)[routing.chosen != NONE]
-        counts = places.bincount(minlength=rows * experts)
+        places = (row.unsqueeze(1) * experts + routing.chosen).masked_fill(routing.chosen == NONE, NONE)
+        counts = counts_of(places, rows * experts)[1:]
         with row_group.ledger.during("router"):
             counts = collectives.all_reduce(counts, row_group).wait().view(rows, experts)
     shares = routing.shares.unflatten(0, (-1, rows)).sum(0)
     return ((shares * counts).sum(1) * experts / (k * per_row**2)).sum()
+
+
+def global_balance_sum(routing: Routing, load: torch.Tensor) -> torch.Tensor:
+    """Σ over this rank's tokens of experts · Σ_i load_i · share_i, a scalar: 1 for each token under an even load (over
+    the global batch: Qiu et al. 2025, "Demons in the detail").
+
+    The load is that of the whole global batch of the step before: a pipeline's first micro-batches go backward before
+    the last ones are routed, so no schedule could wait for that of this step. A constant, as counts are (equal for all
+    micro-batches, ranks and recomputations), so the sum over ranks hangs on no layout.
+
+    load   wide [experts], adds up to 1
+    """
+    return (routing.shares * load).sum() * load.numel()
 
 
 def z_sum(routing: Routing) -> torch.Tensor:
