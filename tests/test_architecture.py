@@ -22,8 +22,8 @@ PACKAGE = ROOT / "src" / "ultrascale"
 
 ORDER = (
     "config", "mesh", "comm", "precision", "kernels", "parallel", "models", "pipeline", "optim", "data", "checkpoint",
-    "observe", "assembly", "step", "trainer", "planner", "verify", "generation", "generation_command", "reshard",
-    "checkpoint_command", "train", "cli",
+    "observe", "assembly", "step", "description", "wishes", "trainer", "planner", "verify", "generation",
+    "generation_command", "reshard", "checkpoint_command", "train", "cli",
 )  # fmt: skip
 """A package or module imports only what stands before it."""
 
@@ -56,7 +56,7 @@ NEEDS_TORCH = (
     "parallel/whole_tokens.py",
     "pipeline/engine.py",
     "precision/policy.py",
-    "assembly.py", "generation.py", "reshard.py", "step.py", "trainer.py",
+    "assembly.py", "description.py", "generation.py", "reshard.py", "step.py", "trainer.py",
 )  # fmt: skip
 """Every other file answers without torch: configs, plans, schedules, token files, manifests, commands."""
 

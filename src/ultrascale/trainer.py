@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
-import platform
-import signal
-import socket
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from statistics import mean
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,8 +37,8 @@ from ultrascale.config.problem import ConfigError
 from ultrascale.config.schema import Config
 from ultrascale.data.errors import DataError
 from ultrascale.data.loader import Data, differences
+from ultrascale.description import checkpoint_header, config_tree, precision, run_manifest, tokens_so_far
 from ultrascale.mesh.axes import Mesh
-from ultrascale.mesh.groups import describe
 from ultrascale.models.family import FamilyError
 from ultrascale.models.sizes import all_layers, mean_keys
 from ultrascale.observe import mfu
@@ -56,10 +50,10 @@ from ultrascale.parallel.replicas import check_replicas
 from ultrascale.pipeline.actions import ScheduleError
 from ultrascale.pipeline.layer_costs import balance_text
 from ultrascale.step import StepResult, evaluate, step_batch, train_step
+from ultrascale.wishes import Wishes
 
 FIRST_LOSS_TOLERANCE = 0.1
 ECHO_SECONDS = 1.0
-SAME_SIGNAL_SECONDS = 5.0
 FINISHED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
 AFTER_NOT_FINITE = (
@@ -116,10 +110,9 @@ class Trainer:
         self.ledger = Ledger()
         self.groups = create(self.mesh, planned_groups(config, self.mesh), self.ledger, config.parallel.timeout_seconds)
         self.console = Console(config.run.steps, rank=rank, every=config.observe.console_every)
-        self._stop_asked, self._asked_at = False, 0.0
-        self._save_asked, self._saved_at = False, time.monotonic()
+        # One clock decides when it is time to save.
+        self.wishes = Wishes(config.checkpoint.every_minutes if rank == 0 else None)
         self.tokens = 0
-        self._handlers: dict[int, Any] = {}
         self.folder = self._claim_folder()
         self.step = self.folder.last_step
         try:
@@ -142,15 +135,7 @@ class Trainer:
         self.snapshots = Snapshots(
             self.assembly.optimizer,
             self.folder.checkpoints,
-            header={
-                "config": config_tree(config),
-                "axes": dict(self.mesh.sizes),
-                "order": list(self.mesh.order),
-                "ties": {tie.group: list(tie.names) for tie in self.assembly.store.ties()},
-                "data": self.data.fingerprint(),
-                "precision": self._precision(),
-                "versions": _versions(),
-            },
+            header=checkpoint_header(self.assembly, self.data),
             world=self.groups.world,
             keep=config.checkpoint.keep,
             verify=config.checkpoint.verify,
@@ -213,8 +198,7 @@ class Trainer:
         A signal handler would keep this object, and with it gloo's threads, alive until the interpreter is torn down;
         a thread that then wants to drop a tensor aborts a process that has finished its work.
         """
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self.wishes.let_go()
         self.snapshots.close()
         self.groups.destroy()
 
@@ -265,7 +249,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         self.snapshots.save(step, {**self.data.position(step), "tokens": self.tokens})
-        self._save_asked, self._saved_at = False, time.monotonic()
+        self.wishes.saved()
         self.folder.status("running", step)
         self._say_news()
 
@@ -275,10 +259,8 @@ class Trainer:
         return self.config.checkpoint.every > 0 or self.config.checkpoint.every_minutes is not None
 
     def _wishes(self) -> tuple[bool, bool]:
-        """Whether this rank wants to stop after the step, and to save after it. One clock decides when it is time."""
-        minutes = self.config.checkpoint.every_minutes
-        due = self.rank == 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        return self._stop_asked or self.snapshots.failed, self._save_asked or due
+        """Whether this rank wants to stop after the step, and to save after it."""
+        return self.wishes.stop or self.snapshots.failed, self.wishes.save
 
     def _say_news(self) -> None:
         for news in self.snapshots.news():
@@ -288,13 +270,11 @@ class Trainer:
 
     def _start(self) -> None:
         config, assembly = self.config, self.assembly
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            self._handlers[number] = signal.signal(number, self._on_signal)
-        self._handlers[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._on_save_signal)
+        self.wishes.listen()
         self.parameters = check_build(assembly)
         check_replicas(assembly.optimizer.weights)
         self.folder.write_config(config_tree(config))
-        self.folder.write_manifest(self._manifest())
+        self.folder.write_manifest(run_manifest(assembly, self.parameters))
         self.folder.cut_back(self.step)
         self.folder.status("running", self.step)
         self.folder.event("start", step=self.step)
@@ -319,7 +299,7 @@ class Trainer:
                 replicas=self.mesh.size(["dp", "ep"]),
                 sequence_length=config.batch.sequence_length,
                 schedule=f"{assembly.plan.name}, layers {' | '.join(str(len(s.layers)) for s in assembly.split)}",
-                precision=self._precision(),
+                precision=precision(assembly.policy),
                 steps=config.run.steps,
                 first_step=self.step + 1,
                 tokens_before=self.tokens,
@@ -375,21 +355,6 @@ class Trainer:
         self.console.close()
         self.console.say(f"stopped after step {step}: {reason}; {way_on}")
         return STOPPED
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Noted here, agreed on by all ranks at the end of the step; a later second one ends the process at once.
-
-        Launchers pass a signal on and send it themselves too: what comes at the same time is the same wish.
-        """
-        now = time.monotonic()
-        if self._stop_asked and now - self._asked_at > SAME_SIGNAL_SECONDS:
-            raise KeyboardInterrupt
-        if not self._stop_asked:
-            self._stop_asked, self._asked_at = True, now
-
-    def _on_save_signal(self, number: int, frame: FrameType | None) -> None:
-        """Agreed on like a stop; the run goes on."""
-        self._save_asked = True
 
     # ---- parts of a step ------------------------------------------------------------------------------------------
 
@@ -464,63 +429,6 @@ class Trainer:
             record["router_bias_range"] = list(result.router_bias_range)
         if _due(self.step, self.config.observe.console_every) or self.step == self.config.run.steps:
             self.folder.expert_load(self.step, self.assembly.load.layers, tokens)
-
-    # ---- descriptions ---------------------------------------------------------------------------------------------
-
-    def _precision(self) -> dict[str, str]:
-        policy = self.assembly.policy
-        stages = {
-            "compute": policy.compute,
-            "master": policy.master,
-            "accumulate": policy.accumulate,
-            "reduce": policy.reduce,
-        }
-        return {stage: str(dtype).removeprefix("torch.") for stage, dtype in stages.items()}
-
-    def _manifest(self) -> dict[str, Any]:
-        """What this run is, for people and programs that look at it later; collective."""
-        mesh = self.mesh
-        places = collectives.gather_json([socket.gethostname(), str(self.device)], self.groups.world)
-        return {
-            "world_size": mesh.world_size,
-            "axes": dict(mesh.sizes),
-            "order": list(mesh.order),
-            "ranks": [
-                {"rank": rank, "coordinates": mesh.coordinates(rank), "host": host, "device": device}
-                for rank, (host, device) in enumerate(places)
-            ],
-            "groups": describe(mesh, planned_groups(self.config, mesh)),
-            "schedule": {
-                "name": self.assembly.plan.name,
-                "stages": self.assembly.plan.stages,
-                "micro_batches": self.assembly.plan.micro_batches,
-                "layers": [list(stage.layers) for stage in self.assembly.split],
-            },
-            "precision": self._precision(),
-            "bucket_bytes": self.assembly.store.bucket_bytes,
-            "parameters": self.parameters,
-            "mfu_formula": mfu.FORMULA,
-            "versions": _versions(),
-        }
-
-
-def tokens_so_far(header: Mapping[str, Any]) -> int:
-    """Tokens read up to a checkpoint: not those of a step times the step, where sequences became longer in between."""
-    batch = header["config"]["batch"]
-    return header["data_position"].get("tokens", header["step"] * batch["global_size"] * batch["sequence_length"])
-
-
-def config_tree(config: Config) -> dict[str, Any]:
-    """The resolved config as plain dicts, lists and scalars."""
-    return config.model_dump(mode="json")
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "ultrascale": version("ultrascale"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _due(step: int, every: int) -> bool:

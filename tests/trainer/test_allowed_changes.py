@@ -18,7 +18,7 @@ from ultrascale.config import meaning
 from ultrascale.config.collect import check
 from ultrascale.config.load import load
 from ultrascale.config.problem import ConfigError
-from ultrascale.trainer import tokens_so_far
+from ultrascale.description import tokens_so_far
 
 SHORT = {"batch.sequence_length": 32, "model.max_position_embeddings": 32, "checkpoint.every": 4, "run.steps": 4}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from trainer_cases import Job, checkpoints, codes, lines, metrics, status, train, until, yaml_file
 
-from ultrascale import trainer
+from ultrascale import trainer, wishes
 
 LAYOUT = {"parallel.pp": 2}
 
@@ -23,7 +23,7 @@ def rank_0_has_a_fast_clock(rank: int) -> Any:
         now[0] += 3600.0 if rank == 0 else 0.0
         return now[0]
 
-    return patch.object(trainer.time, "monotonic", monotonic)
+    return patch.object(wishes.time, "monotonic", monotonic)
 
 
 def other_ranks_have_a_fast_clock(rank: int) -> Any:
@@ -71,7 +71,7 @@ def test_a_wish_to_save_at_a_step_that_is_saved_anyway_makes_one_checkpoint(tmp_
 
         def arrays(self: trainer.Trainer, step: int) -> Any:
             if step == asked:
-                self._on_save_signal(signal.SIGUSR2, None)
+                self.wishes.on_save_signal(signal.SIGUSR2, None)
             return original(self, step)
 
         return patch.object(trainer.Trainer, "_arrays", arrays)

@@ -86,7 +86,7 @@ def a_signal_comes_in_step_3(rank: int) -> Any:
     def arrays(self: trainer.Trainer, step: int) -> Any:
         found = original(self, step)
         if step == 3:
-            self._on_signal(signal.SIGTERM, None)
+            self.wishes.on_stop_signal(signal.SIGTERM, None)
         return found
 
     return patch.object(trainer.Trainer, "_arrays", arrays)

@@ -34,7 +34,7 @@ from safetensors.numpy import load_file
 from pool import THREADS, Context, forking, pool
 from small import BASE as SMALL
 from small import config_of
-from ultrascale import trainer
+from ultrascale import trainer, wishes
 from ultrascale.checkpoint.state import state_boxes
 from ultrascale.data.loader import Data
 
@@ -117,7 +117,7 @@ def run_rank(context: Context | None, world: int, overrides: Mapping[str, Any], 
         enter(patch.object(Data, "batch", watched))
         enter(patch.object(trainer, "evaluate", counted))
         # The pool's workers have a handler of their own, and one process group for good.
-        enter(patch.object(trainer.signal, "signal", lambda number, handler: None))
+        enter(patch.object(wishes.signal, "signal", lambda number, handler: None))
         enter(patch.object(trainer.dist, "init_process_group", lambda *args, **kwargs: None))
         enter(patch.object(trainer.dist, "destroy_process_group", lambda *args: None))
         if context is not None:
