@@ -13,6 +13,8 @@ file is dropped from the page cache.
     stall         how long an asynchronous save keeps training: ours, and DCP's async_save
     memory copy   the same bytes from one place in memory to another
     load          ours with every checksum compared (`full`), and without (`off`)
+    reshard       ours for tp=2, in two worker processes, read, written, and read again to compare every tensor; DCP has
+                  no such tool, and is given less to do: a load as the tensors are cut already, and a save of them
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ from ultrascale.assembly import assemble, planned_groups
 from ultrascale.checkpoint.read import load
 from ultrascale.checkpoint.snapshots import Snapshots
 from ultrascale.checkpoint.state import state_boxes
+from ultrascale.checkpoint.workers import Workers
 from ultrascale.comm.ledger import Ledger
 from ultrascale.comm.process_groups import create
 from ultrascale.config.resolve import resolve
 from ultrascale.config.schema import Config
 from ultrascale.mesh.axes import Mesh
+from ultrascale.reshard import Layout, reshard
 
 WORLD = 2
 CONFIG: dict[str, Any] = {
@@ -61,6 +65,8 @@ CONFIG: dict[str, Any] = {
     "parallel": {"dp": WORLD, "zero_stage": 1},
 }
 MIB = 1 << 20
+MEMORY = 256 * MIB
+"""Bound of each reshard."""
 
 
 class Contest:
@@ -79,13 +85,15 @@ class Contest:
         self.flat = torch.cat([t.reshape(-1) for t in self.tensors.values()])
         self.copy = torch.empty_like(self.flat)
         self.raw = self.flat.view(torch.uint8).numpy().data
-        header: dict[str, Any] = {"config": {}, "axes": {}, "ties": {}, "data": {}}
+        header: dict[str, Any] = {"config": config.model_dump(mode="json"), "axes": {}, "ties": {}, "data": {}}
 
         def snapshots(asynchronous: bool) -> Snapshots:
             optimizer, root = assembly.optimizer, folder / "ours"
             return Snapshots(optimizer, root, header, groups.world, None, "full", asynchronous)
 
         self.now, self.later = snapshots(False), snapshots(True)
+        self.workers = Workers(WORLD if rank == 0 else 1, MEMORY)
+        """Started in the first round, which is not counted, as those processes of DCP are that save and load."""
         self.under_way: Any = None
         self.saves = 0
 
@@ -162,6 +170,16 @@ class Contest:
     def dcp_load(self) -> None:
         dcp.load(self.tensors, checkpoint_id=self.folder / "dcp")
 
+    # ---- resharding --------------------------------------------------------------------------------------------------
+
+    def reshard(self, source: Path) -> None:
+        if self.rank == 0:
+            reshard(source, self.folder / "resharded", Layout(tp=2), self.workers)
+
+    def dcp_reshard(self) -> None:
+        dcp.load(self.tensors, checkpoint_id=self.folder / "dcp")
+        dcp.save(self.tensors, checkpoint_id=self.folder / "dcp-again")
+
     def round(self) -> dict[str, float]:
         """Seconds of everything, once."""
         found: dict[str, float] = {}
@@ -182,6 +200,8 @@ class Contest:
             "load without checksums, ours": (where[0], lambda: load(where[0], self.boxes, "off")),
             "load, torch.load": (self.folder / f"torch-{self.rank}.pt", self.torch_load),
             "load, DCP": (self.folder / "dcp", self.dcp_load),
+            "reshard, ours": (where[0], lambda: self.reshard(where[0])),
+            "reshard, DCP": (self.folder / "dcp", self.dcp_reshard),
         }
         for name, (path, read) in readers.items():
             self.cold(path)
@@ -190,6 +210,8 @@ class Contest:
 
     def close(self) -> None:
         self.later.close()
+        with self.workers:
+            pass
 
 
 RATIOS = {
@@ -201,6 +223,7 @@ RATIOS = {
     "load against the raw disk": ("raw read", "load, ours"),
     "load against torch.load": ("load, torch.load", "load, ours"),
     "load against DCP": ("load, DCP", "load, ours"),
+    "reshard against DCP": ("reshard, DCP", "reshard, ours"),
 }
 """Seconds over seconds: how many times as fast ours is; of the stall against a memory copy, how many times as long."""
 
