@@ -273,7 +273,7 @@ def test_a_damaged_source_is_refused_by_name_and_nothing_is_left(tmp_path: Path)
 def test_what_comes_out_otherwise_than_it_was_read_is_not_kept(
     tmp_path: Path, origin: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of two halves swapped, with checksums of their own that match: only the digest of the tensor sees it."""
+    """Rows of two halves swapped, with checksums of their own that match: only a comparison of values sees it."""
     original = rewrite.write_piece
 
     def swapped(path: str, start: int, tensor: Any, piece: Any, block: int) -> str:

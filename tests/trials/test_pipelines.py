@@ -253,6 +253,7 @@ def train(warm: Path, folder: Path, world: int, *overrides: str) -> list[dict[st
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.prove
 def test_a_run_goes_on_under_another_schedule_and_on_one_process(warm: Path, tmp_path: Path) -> None:
     expected = train(warm, tmp_path / "one", 1, "run.steps=6")
     cut = tmp_path / "cut"

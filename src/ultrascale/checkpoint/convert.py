@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ultrascale.checkpoint.boxes import CheckpointError, pieces
+from ultrascale.checkpoint.boxes import CheckpointError
 from ultrascale.checkpoint.folder import sync_folder, temporary_name
 from ultrascale.checkpoint.hugging_face import (
     CONFIG,
@@ -32,17 +30,18 @@ from ultrascale.checkpoint.rewrite import (
     Count,
     Piece,
     Progress,
+    check_stored,
     cleared,
+    compare_stored,
     in_shards,
     pieces_of,
     refuse_to_overwrite,
-    scan_stored,
     write_checkpoint,
     write_files,
 )
 from ultrascale.checkpoint.safetensors_file import width
-from ultrascale.checkpoint.stored import Places, Reader, Stored, StoredTensor, stored_tensors
-from ultrascale.checkpoint.values import CONVERTIBLE, convert
+from ultrascale.checkpoint.stored import Stored, stored_tensors
+from ultrascale.checkpoint.values import CONVERTIBLE
 from ultrascale.checkpoint.workers import Workers
 from ultrascale.config.model_section import Model
 from ultrascale.config.resolve import resolve
@@ -177,7 +176,7 @@ def to_hf(
     ordered = {name: replace(stored[name], rows=order) for name, order in orders.items()}
     total = sum(piece.bytes for piece in chosen)
     count = Count(2 * sum(tensor.bytes for tensor in stored.values()) + total, progress)
-    scan_stored(stored, workers, count)
+    check_stored(stored, workers, count)
     temporary = temporary_name(target)
     with cleared(temporary):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +188,7 @@ def to_hf(
         theirs = config_json(mapping, config.model, most, base)
         write_json(temporary / CONFIG, theirs)
         _write_companions(temporary, theirs, beside, tokenizer, config)
-        _compare(temporary, target, stored, workers, count)
+        compare_stored(stored, open_folder(temporary).stored, target, workers, count)
         for path in temporary.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -233,29 +232,6 @@ def _their_pieces(
             yield Piece(part.theirs, name, part.offset, part.shape, part.form, dtype)
         for theirs in (theirs for theirs, ours in copies.items() if ours == name):
             yield Piece(theirs, name, (0,) * len(one.shape), one.shape, one.shape, dtype)
-
-
-def _compare(written: Path, target: Path, stored: Stored, workers: Workers, count: Count) -> None:
-    """Reads what was written as a run that starts from it would; every value must be the checkpoint's, rounded once."""
-    again = open_folder(written).stored
-    names = list(stored)
-    tasks = [(stored[name], again[name], workers.block_bytes) for name in names]
-    for number, same in workers.run(same_values, tasks):
-        if not same:
-            raise CheckpointError(f"{target}: {names[number]} came out otherwise than it was read; nothing is kept")
-        count(stored[names[number]].bytes)
-
-
-def same_values(tensor: StoredTensor, written: StoredTensor, block_bytes: int) -> bool:
-    """Whether each value of the one, in the dtype of the other, is the other's."""
-    limit = max(1, block_bytes // max(width(tensor.dtype), width(written.dtype)))
-    near, far = Places(tensor), Places(written)
-    with Reader() as reader:
-        for box in pieces((0,) * len(tensor.shape), tensor.shape, limit):
-            bits = convert(reader.box(near.touching(*box), *box).reshape(-1), tensor.dtype, written.dtype)
-            if not np.array_equal(bits, reader.box(far.touching(*box), *box).reshape(-1)):
-                return False
-    return True
 
 
 def _shard_name(number: int, count: int) -> str:

@@ -21,7 +21,7 @@ from ultrascale.checkpoint.commit import Written, begin, commit, ignore
 from ultrascale.checkpoint.folder import temporary_name
 from ultrascale.checkpoint.manifest import FileEntry, Shard, digest
 from ultrascale.checkpoint.safetensors_file import make_head, shard_key, width
-from ultrascale.checkpoint.scan import Scan, Wanted, joined, scan_place
+from ultrascale.checkpoint.scan import Wanted, scan_place
 from ultrascale.checkpoint.stored import Places, Reader, Stored, StoredTensor
 from ultrascale.checkpoint.values import convert, numbers
 from ultrascale.checkpoint.workers import Workers
@@ -193,22 +193,47 @@ def as_written(
     return gathered
 
 
-def scan_stored(stored: Stored, workers: Workers, advance: Advance) -> dict[str, Scan]:
-    """The digest of each tensor; its checksums are compared, and CheckpointError names what is damaged."""
-    wanted = Wanted(digest=True)
+def check_stored(stored: Stored, workers: Workers, advance: Advance) -> None:
+    """Compares the checksums of all tensors; raises CheckpointError that names what is damaged."""
     owners = [(name, place) for name, tensor in stored.items() for place in tensor.places]
-    found: dict[str, list[Scan]] = {name: [] for name in stored}
     # One place each: what a task is given travels to its process.
-    tasks = [(replace(stored[name], places=(place,)), place, wanted) for name, place in owners]
+    tasks = [(replace(stored[name], places=(place,)), place, Wanted()) for name, place in owners]
     for number, scan in workers.run(scan_place, tasks):
         name, place = owners[number]
         if place.checksum is not None and scan.checksum != place.checksum:
             raise CheckpointError(
                 f"{place.file}: checksum of tensor {name} (key {place.key!r}) does not match: damaged"
             )
-        found[name].append(scan)
         advance(elements(place.shape) * width(stored[name].dtype))
-    return {name: joined(scans) for name, scans in found.items()}
+
+
+def compare_stored(source: Stored, written: Stored, target: Path, workers: Workers, advance: Advance) -> None:
+    """Reads back what was written, as who starts from it would: every value must be the source's, rounded once.
+
+    target   for the message of the CheckpointError
+    """
+    names = list(source)
+    if lost := sorted(source.keys() ^ written.keys()):
+        raise CheckpointError(f"{target}: {', '.join(lost)} came out otherwise than it was read; nothing is kept")
+    tasks = [(source[name], written[name], workers.block_bytes) for name in names]
+    for number, same in workers.run(same_values, tasks):
+        if not same:
+            raise CheckpointError(f"{target}: {names[number]} came out otherwise than it was read; nothing is kept")
+        advance(source[names[number]].bytes)
+
+
+def same_values(tensor: StoredTensor, written: StoredTensor, block_bytes: int) -> bool:
+    """Whether each value of the one, in the dtype of the other, is the other's."""
+    if tensor.shape != written.shape:
+        return False
+    limit = max(1, block_bytes // max(width(tensor.dtype), width(written.dtype)))
+    near, far = Places(tensor), Places(written)
+    with Reader() as reader:
+        for box in pieces((0,) * len(tensor.shape), tensor.shape, limit):
+            bits = convert(reader.box(near.touching(*box), *box).reshape(-1), tensor.dtype, written.dtype)
+            if not np.array_equal(bits, reader.box(far.touching(*box), *box).reshape(-1)):
+                return False
+    return True
 
 
 def in_shards(named: Iterator[Piece], limit: int) -> list[list[Piece]]:
