@@ -78,6 +78,7 @@ class Contest:
         groups = create(mesh, planned_groups(config, mesh), Ledger())
         assembly = assemble(config, mesh, rank, groups, torch.device("cpu"))
         self.rank, self.folder, self.beside = rank, folder, beside
+        assembly.optimizer.weights.settle()  # or a gather of first weights puts them back
         self.boxes = list(state_boxes(assembly.optimizer, owned=True))
         for box in self.boxes:  # zeros would be no fair content for a disk that packs them
             box.tensor.detach().normal_()
