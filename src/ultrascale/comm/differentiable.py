@@ -21,6 +21,7 @@ or backward runs. A group of one rank returns its input.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ def exchange(
     return finish(begin(x, under_way), under_way)
 
 
-class UnderWay:
+class UnderWay(ABC):
     """A call that was begun and not finished: forward's, and later its gradient's."""
 
     def __init__(self, group: Group) -> None:
@@ -111,8 +112,9 @@ class UnderWay:
         pending, self.pending = self.pending, None
         return pending.wait()
 
+    @abstractmethod
     def _call(self, x: Tensor, back: bool) -> Pending:
-        raise NotImplementedError
+        """Begins forward's call, or that of its gradient."""
 
 
 class Exchange(UnderWay):
