@@ -73,6 +73,9 @@ def name(page: Path) -> str:
 
 
 RUNNING = [page for page in PAGES if any(map(runs, blocks(page)))]
+SLOW = ("context_parallelism", "doctor", "hugging_face", "long_context", "optimizers", "parallelism", "parity", "zero")
+"""Pages that start many runs of what other tests run too: `make prove` runs them, with all the others."""
+BY_DEFAULT = [page for page in RUNNING if page.stem not in SLOW]
 
 
 @pytest.fixture
@@ -133,7 +136,7 @@ def run_commands(page: Path, project: Path, programs: Sequence[Path] = (), every
         assert (answer.returncode != 0) == ("fails" in block.words), said
 
 
-@pytest.mark.parametrize("page", RUNNING, ids=name)
+@pytest.mark.parametrize("page", BY_DEFAULT, ids=name)
 def test_commands_of_the_page_do_what_it_says(page: Path, project: Path, warm: Path) -> None:
     run_commands(page, project, [warm])
 
@@ -146,7 +149,7 @@ def test_commands_of_the_page_do_what_it_says_with_the_installed_programs(page: 
 
 def test_enough_is_run() -> None:
     """So that a changed fence does not quietly take the commands out of the test."""
-    ran = [block for page in PAGES for block in blocks(page) if runs(block) and "prove" not in block.words]
+    ran = [block for page in BY_DEFAULT for block in blocks(page) if runs(block) and "prove" not in block.words]
     assert len(ran) >= 20
     assert {"README.md", "docs/add_a_model.md", "docs/add_a_schedule.md"} <= {block.page for block in ran}
     unknown = {word for page in PAGES for block in blocks(page) for word in block.words if "=" not in word}

@@ -126,6 +126,7 @@ def seeded_otherwise(context: Context, seed: int) -> list[Any]:
     return [outcome.losses, [values.tobytes() for *_, values in outcome.weights]]
 
 
+@pytest.mark.prove
 def test_the_state_of_default_streams_changes_no_bit() -> None:
     """BL-124."""
     assert pool(2).run(seeded_otherwise, 1) == pool(2).run(seeded_otherwise, 2)
@@ -169,7 +170,12 @@ def _storages(tensors: Sequence[torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"parallel.dp": 2}, {"parallel.pp": 2, "parallel.dp": 2}, {"parallel.pp": 4}], ids=str
+    "layout",
+    [
+        {"parallel.pp": 2, "parallel.dp": 2},
+        *(pytest.param(layout, marks=pytest.mark.prove) for layout in ({"parallel.dp": 2}, {"parallel.pp": 4})),
+    ],
+    ids=str,
 )
 def test_a_tie_on_two_stages_is_held_once_on_each_and_shared_out_like_the_rest(layout: dict[str, Any]) -> None:
     """BL-143: every kind of memory, for a parameter with two moments (AdamW) or one (Muon's matrices)."""
