@@ -15,7 +15,7 @@ from ultrascale.checkpoint.boxes import CheckpointError, pieces
 from ultrascale.checkpoint.folder import whole
 from ultrascale.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ultrascale.checkpoint.safetensors_file import width
-from ultrascale.checkpoint.scan import Scan, Wanted, joined, scan_all
+from ultrascale.checkpoint.scan import Scan, joined, scan_all
 from ultrascale.checkpoint.stored import Places, Reader, Stored, StoredTensor, stored_tensors
 from ultrascale.checkpoint.values import FLOATING, Bits, numbers
 
@@ -31,10 +31,10 @@ def total_bytes(stored: Stored) -> int:
     return sum(tensor.bytes for tensor in stored.values())
 
 
-def scans(stored: Stored, wanted: Wanted, progress: Progress | None = None) -> dict[str, Scan]:
+def scans(stored: Stored, progress: Progress | None = None) -> dict[str, Scan]:
     """The scan of every tensor, over all its places."""
     places = [(tensor, place) for tensor in stored.values() for place in tensor.places]
-    found = iter(scan_all(places, wanted, _counter(total_bytes(stored), progress)))
+    found = iter(scan_all(places, True, _counter(total_bytes(stored), progress)))
     return {name: joined([next(found) for _ in tensor.places]) for name, tensor in stored.items()}
 
 
@@ -69,7 +69,7 @@ def describe(folder: Path, norms: bool, progress: Progress | None = None) -> dic
     """
     manifest = read_manifest(folder)
     stored = stored_tensors(folder, manifest)
-    found = scans(stored, Wanted(values=True), progress) if norms else {}
+    found = scans(stored, progress) if norms else {}
     return {
         "path": str(folder),
         "step": manifest.step,
@@ -120,9 +120,7 @@ def check(folder: Path, progress: Progress | None = None) -> Checked:
         return Checked(str(folder), None, 0, 0, tuple(str(error).splitlines()))
     problems = []
     places = [(name, tensor, place) for name, tensor in stored.items() for place in tensor.places]
-    results = scan_all(
-        [(tensor, place) for _, tensor, place in places], Wanted(values=True), _counter(total_bytes(stored), progress)
-    )
+    results = scan_all([(tensor, place) for _, tensor, place in places], True, _counter(total_bytes(stored), progress))
     bad: dict[str, list[Scan]] = {}
     try:
         for (name, _, place), scan in zip(places, results, strict=True):

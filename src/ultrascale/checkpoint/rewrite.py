@@ -21,7 +21,7 @@ from ultrascale.checkpoint.commit import Written, begin, commit, ignore
 from ultrascale.checkpoint.folder import temporary_name
 from ultrascale.checkpoint.manifest import FileEntry, Shard, digest
 from ultrascale.checkpoint.safetensors_file import make_head, shard_key, width
-from ultrascale.checkpoint.scan import Wanted, scan_place
+from ultrascale.checkpoint.scan import scan_place
 from ultrascale.checkpoint.stored import Places, Reader, Stored, StoredTensor
 from ultrascale.checkpoint.values import convert, numbers
 from ultrascale.checkpoint.workers import Workers
@@ -197,7 +197,7 @@ def check_stored(stored: Stored, workers: Workers, advance: Advance) -> None:
     """Compares the checksums of all tensors; raises CheckpointError that names what is damaged."""
     owners = [(name, place) for name, tensor in stored.items() for place in tensor.places]
     # One place each: what a task is given travels to its process.
-    tasks = [(replace(stored[name], places=(place,)), place, Wanted()) for name, place in owners]
+    tasks = [(replace(stored[name], places=(place,)), place, False) for name, place in owners]
     for number, scan in workers.run(scan_place, tasks):
         name, place = owners[number]
         if place.checksum is not None and scan.checksum != place.checksum:

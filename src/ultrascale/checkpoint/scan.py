@@ -22,14 +22,6 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a scan is to find beside the checksum; each costs a pass over the values in memory."""
-
-    values: bool = False
-    """Norm, largest value, values that are not finite."""
-
-
-@dataclass(frozen=True, slots=True)
 class Scan:
     """What was found in one place, or in all places of a tensor."""
 
@@ -48,8 +40,11 @@ class Scan:
         return sqrt(self.squares)
 
 
-def scan_place(tensor: StoredTensor, place: Place, wanted: Wanted, advance: Advance | None = None) -> Scan:
-    """Reads one place once, in blocks."""
+def scan_place(tensor: StoredTensor, place: Place, values: bool, advance: Advance | None = None) -> Scan:
+    """Reads one place once, in blocks.
+
+    values   whether to find norm, largest value and values that are not finite beside the checksum
+    """
     size, sha, total = width(tensor.dtype), hashlib.sha256(), elements(place.shape)
     floating = tensor.dtype in FLOATING
     squares, largest, bad, first = 0.0, 0.0, 0, None
@@ -60,19 +55,19 @@ def scan_place(tensor: StoredTensor, place: Place, wanted: Wanted, advance: Adva
             raw = reader.bytes(place, start * size, count * size)
             sha.update(raw.data)
             bits = raw.view(UNSIGNED[size])
-            if wanted.values and floating:
-                values = numbers(bits, tensor.dtype).astype(np.float64, copy=False)
-                finite = np.isfinite(values)
+            if values and floating:
+                found = numbers(bits, tensor.dtype).astype(np.float64, copy=False)
+                finite = np.isfinite(found)
                 if not finite.all():
                     if first is None:
                         inner = np.unravel_index(start + int(np.argmin(finite)), place.shape or (1,))
                         first = tuple(int(i) + o for i, o in zip(inner, place.offset))
                     bad += int(count - finite.sum())
-                    values = values[finite]
+                    found = found[finite]
                 # Scaled, so that squares of large numbers stay finite and those of small ones are not lost.
-                top = float(np.abs(values).max(initial=0.0))
+                top = float(np.abs(found).max(initial=0.0))
                 if top:
-                    squares += float(np.square(values / top).sum()) * top * top
+                    squares += float(np.square(found / top).sum()) * top * top
                 largest = max(largest, top)
             if advance is not None:
                 advance(count * size)
@@ -91,8 +86,8 @@ def joined(scans: Sequence[Scan]) -> Scan:
 
 
 def scan_all(
-    places: Sequence[tuple[StoredTensor, Place]], wanted: Wanted, advance: Advance | None = None, threads: int = 2
+    places: Sequence[tuple[StoredTensor, Place]], values: bool, advance: Advance | None = None, threads: int = 2
 ) -> Iterator[Scan]:
     """The scans of many places, in order; two at a time, for hashing and arithmetic wait for nobody's lock."""
     with ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(lambda item: scan_place(item[0], item[1], wanted, advance), places)
+        yield from pool.map(lambda item: scan_place(item[0], item[1], values, advance), places)

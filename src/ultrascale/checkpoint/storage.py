@@ -24,7 +24,7 @@ from ultrascale.checkpoint.boxes import CheckpointError
 from ultrascale.checkpoint.commit import refuse_to_replace
 from ultrascale.checkpoint.folder import is_step_name, set_aside, step_of, surplus, sync_folder, temporary_name, whole
 from ultrascale.checkpoint.manifest import MANIFEST, Manifest, decode
-from ultrascale.checkpoint.scan import Wanted, scan_all
+from ultrascale.checkpoint.scan import scan_all
 from ultrascale.checkpoint.stored import stored_tensors
 
 Result = TypeVar("Result")
@@ -238,7 +238,7 @@ def _damage(folder: Path, manifest: Manifest) -> list[str]:
     """What does not match its checksum."""
     stored = stored_tensors(folder, manifest)
     places = [(name, tensor, place) for name, tensor in stored.items() for place in tensor.places]
-    scans = scan_all([(tensor, place) for _, tensor, place in places], Wanted())
+    scans = scan_all([(tensor, place) for _, tensor, place in places], values=False)
     return [
         f"{place.file.name}: checksum of tensor {name} (key {place.key!r}) does not match: damaged"
         for (name, _, place), scan in zip(places, scans, strict=True)
