@@ -1,8 +1,8 @@
 """Cuts a checkpoint's files as a layout reads them. Any layout loads any checkpoint anyway; afterwards each rank finds
 what it reads in one file of its own.
 
-Source checked → target written beside its place → target read back: each value of each logical tensor is the source's,
-whatever the cuts → renamed. Tensors stream in blocks, so memory is what the caller allows.
+Target written beside its place → source and target read: the source's checksums hold, and each value of each logical
+tensor is the source's, whatever the cuts → renamed. Tensors stream in blocks, so memory is what the caller allows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ultrascale.checkpoint.rewrite import (
     Progress,
     as_written,
     box_piece,
-    check_stored,
     cleared,
     compare_stored,
     refuse_to_overwrite,
@@ -109,8 +108,7 @@ def reshard(
         "order": list(config.parallel.order),
     }
     total = sum(tensor.bytes for tensor in stored.values())
-    count = Count(3 * total, progress)
-    check_stored(stored, workers, count)
+    count = Count(2 * total, progress)
     temporary = temporary_name(target)
     with cleared(temporary):
         begin(target, temporary, header)

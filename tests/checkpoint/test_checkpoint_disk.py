@@ -1,11 +1,10 @@
 """Disks that are full, that may not be written, that fail late: the save fails, says so, and costs nothing else."""
 
+import io
 import os
 import resource
 import signal
 import tempfile
-import threading
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -85,57 +84,41 @@ def test_a_folder_that_may_not_be_written_is_refused_by_name():
         assert_only_step_5_is_there(root)
 
 
-def test_what_the_disk_refuses_while_more_is_written_is_not_lost(tmp_path, monkeypatch):
-    """The system tells of a failure once: to the thread that syncs on the way, and not to the sync at the end."""
+def test_what_the_disk_refuses_at_the_end_is_no_checkpoint(tmp_path, monkeypatch):
     save_step(tmp_path, 5)
-    monkeypatch.setattr(write, "FLUSHED_BYTES", 1)
 
     def refuses(descriptor):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "fdatasync", refuses)
+    monkeypatch.setattr(os, "fsync", refuses)
     with pytest.raises(CheckpointError, match=r"not saved.*Input/output error"):
         save_step(tmp_path, 10)
     assert_only_step_5_is_there(tmp_path)
 
 
-def test_no_file_is_closed_while_it_is_synced_beside(tmp_path, monkeypatch):
-    """A sync that is still under way when a write fails would be of whatever file has the number next."""
+def test_a_system_that_takes_less_than_it_is_given_is_given_the_rest(tmp_path, monkeypatch):
+    class Slow(io.FileIO):
+        def write(self, data):
+            return super().write(bytes(data[:1000]))
+
+    monkeypatch.setattr(write, "open", lambda path, mode, buffering: Slow(path, mode.replace("b", "")), raising=False)
     save_step(tmp_path, 5)
-    monkeypatch.setattr(write, "FLUSHED_BYTES", 1)
-    failed, states, fdatasync = threading.Event(), [], os.fdatasync
-
-    def slow(descriptor):
-        failed.wait(5)
-        states.append(os.fstat(descriptor).st_size)
-        fdatasync(descriptor)
-
-    def probe(at):
-        if at == "sync":
-            failed.set()
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fdatasync", slow)
-    with pytest.raises(CheckpointError, match="No space left"):
-        save(tmp_path / folder_name(10), whole_boxes(state()), header(10), probe=probe)
-    assert states
     assert_only_step_5_is_there(tmp_path)
 
 
 def test_the_disk_is_busy_before_the_last_byte_is_written(tmp_path, monkeypatch):
-    calls: list[str] = []
-    monkeypatch.setattr(write, "FLUSHED_BYTES", 1 << 10)
-    fdatasync, fsync = os.fdatasync, os.fsync
-    monkeypatch.setattr(os, "fdatasync", lambda d: (calls.append("on the way"), fdatasync(d))[1])
-    monkeypatch.setattr(os, "fsync", lambda d: (calls.append("at the end"), fsync(d))[1])
-    submit = write.ThreadPoolExecutor.submit
+    monkeypatch.setattr(write, "PIECE_BYTES", 1000)
+    calls, advise = [], os.posix_fadvise
 
-    def at_once(self, work, *args):
-        done: Future = submit(self, work, *args)
-        done.exception()  # waits
-        return done
+    def advised(descriptor, start, count, advice):
+        assert os.fstat(descriptor).st_size == start + count
+        calls.append((start, count))
+        advise(descriptor, start, count, advice)
 
-    monkeypatch.setattr(write.ThreadPoolExecutor, "submit", at_once)
+    monkeypatch.setattr(os, "posix_fadvise", advised)
     tensors = {f"t{i}": torch.randn(512) for i in range(8)}  # 2 KiB each
-    save(tmp_path / folder_name(1), whole_boxes(tensors), header(1))
-    assert calls[: calls.index("at the end")] == ["on the way"] * 8
+    save(tmp_path / folder_name(1), whole_boxes(tensors), header(1), probe=calls.append)
+    flushed = [call for call in calls[: calls.index("sync")] if isinstance(call, tuple)]
+    assert [count for _, count in flushed] == [1000, 1000, 48] * 8
+    assert [start for start, _ in flushed[1:]] == [start + count for start, count in flushed[:-1]]
+    assert calls.index(flushed[0]) < max(i for i, call in enumerate(calls) if call == "write")

@@ -254,19 +254,19 @@ def test_ranks_together_read_their_own_bytes_and_hash_every_shard_and_few_twice(
     tensors = {f"t{i}": torch.randn(12, 8) for i in range(32)}
     save(tmp_path / "c", whole_boxes(tensors), HEADER)
     copied, hashed = [0, 0], [set[str](), set[str]()]
-    original_copy, original_verify = read._copy, read._ShardFile.verify
+    original_copy, original_verify = read._copy, read._verify
     rank = 0
 
-    def counting_copy(file: Any, shard: Any, box: Any) -> None:
+    def counting_copy(reader: Any, place: Any, dtype: str, box: Any, sha: Any) -> None:
         copied[rank] += box.tensor.numel() * box.tensor.element_size()
-        original_copy(file, shard, box)
+        original_copy(reader, place, dtype, box, sha)
 
-    def counting_verify(file: Any, shard: Any, name: str) -> None:
+    def counting_verify(place: Any, name: str, checksum: str) -> None:
         hashed[rank].add(name)
-        original_verify(file, shard, name)
+        original_verify(place, name, checksum)
 
     monkeypatch.setattr(read, "_copy", counting_copy)
-    monkeypatch.setattr(read._ShardFile, "verify", counting_verify)
+    monkeypatch.setattr(read, "_verify", counting_verify)
     for rank in (0, 1):
         offset, size = CUTS[cut_as][rank]
         loaded = {name: torch.full(size, 77.0) for name in tensors}

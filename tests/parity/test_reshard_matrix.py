@@ -42,8 +42,8 @@ def test_a_load_that_mixes_up_two_tensors_is_seen(monkeypatch: pytest.MonkeyPatc
     pair = Pair("dense", "one process", "one process")
     original = read._copy
 
-    def shifted(file: Any, shard: Any, box: Any) -> None:
-        original(file, shard, box)
+    def shifted(reader: Any, place: Any, dtype: str, box: Any, sha: Any) -> None:
+        original(reader, place, dtype, box, sha)
         if box.name == "optimizer.exp_avg/layers.1.mlp.up_proj.weight":
             box.tensor.copy_(box.tensor.roll(1, 0))
 

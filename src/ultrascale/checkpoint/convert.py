@@ -30,7 +30,6 @@ from ultrascale.checkpoint.rewrite import (
     Count,
     Piece,
     Progress,
-    check_stored,
     cleared,
     compare_stored,
     in_shards,
@@ -143,8 +142,8 @@ def to_hf(
     dtype       of all weights; None: that of the folder they came from, else precision.compute
     tokenizer   a tokenizer.json, or a folder with tokenizer files; None: those of the folder that the weights came
                 from, else the file that data.tokenizer names
-    Checksums of the source are compared before anything is written, and what was written is read back and compared,
-    by the names and in the order of rows that an import takes, before the folder gets its name.
+    Before the folder gets its name, what was written is read back and compared, by the names and in the order of rows
+    that an import takes, and so are the checksums of the source.
 
     Raises CheckpointError when the family has no mapping, a tensor does not fit it, or `target` exists.
     """
@@ -175,8 +174,7 @@ def to_hf(
     orders = {name: one.rows.reverse() for name, one in logical.items() if one.rows is not None}
     ordered = {name: replace(stored[name], rows=order) for name, order in orders.items()}
     total = sum(piece.bytes for piece in chosen)
-    count = Count(2 * sum(tensor.bytes for tensor in stored.values()) + total, progress)
-    check_stored(stored, workers, count)
+    count = Count(sum(tensor.bytes for tensor in stored.values()) + total, progress)
     temporary = temporary_name(target)
     with cleared(temporary):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,29 +1,30 @@
 """Loading: any box of any tensor, from whatever boxes the files hold.
 
-Files are mapped, not read: a rank touches the bytes of the boxes it needs, and hashes the shards that it needs whole.
-Of other shards the rest is read only to be hashed, and where many ranks load together each of those is hashed by one
-of them. Nothing is believed: sizes, headers, ranges and checksums are compared with the manifest before a value is
+A rank reads the bytes of the boxes it needs, where it can to where they belong, and hashes the shards that it needs
+whole. Of other shards the rest is read only to be hashed, and where many ranks load together each of those is hashed by
+one of them. Nothing is believed: sizes, headers, ranges and checksums are compared with the manifest before a value is
 used.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
-import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 from zlib import crc32
 
+import numpy as np
 import torch
 
-from ultrascale.checkpoint.boxes import Box, CheckpointError, intersection, slices
-from ultrascale.checkpoint.manifest import FileEntry, Manifest, Shard, digest, read_manifest, refuse
-from ultrascale.checkpoint.safetensors_file import locate, vouched_head
+from ultrascale.checkpoint.boxes import Box, CheckpointError, Dims, intersection, pieces, slices
+from ultrascale.checkpoint.manifest import Manifest, Shard, read_manifest, refuse
+from ultrascale.checkpoint.safetensors_file import width
+from ultrascale.checkpoint.scan import scan_place
+from ultrascale.checkpoint.stored import FileOfShards, Place, Reader, StoredTensor
+from ultrascale.checkpoint.values import UNSIGNED
 from ultrascale.checkpoint.write import DTYPE_NAMES
 
 Verify = Literal["full", "sampled", "off"]
@@ -32,9 +33,14 @@ Verify = Literal["full", "sampled", "off"]
 SAMPLED_ONE_IN = 8
 
 THREADS = 2
-"""That hash and copy at once, on each rank."""
+"""That read and hash at once, on each rank."""
+
+BLOCK_BYTES = 8 << 20
+"""Read at a time, and hashed while it is in the processor's cache."""
 
 _TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Of so many bytes: numpy has no bfloat16."""
 
 
 def open_manifest(folder: Path) -> Manifest:
@@ -82,7 +88,7 @@ def load(
     wanted = list(wanted)
     refuse(_mismatches(folder, manifest, wanted, claimed, widen))
 
-    # file → shard → boxes that need some of it: each file is mapped once, each shard hashed once.
+    # file → shard → boxes that need some of it: each file is opened once, each shard hashed once.
     plan: dict[str, dict[Shard, list[Box]]] = defaultdict(lambda: defaultdict(list))
     for box in wanted:
         for shard in manifest.tensors[box.name].shards:
@@ -92,22 +98,21 @@ def load(
     hashed = _to_hash(manifest, plan, verify, among)
     for shard in hashed:
         plan[shard.file][shard] += []  # some are nobody's here, and hashed all the same
-    names = {shard: name for name, entry in manifest.tensors.items() for shard in entry.shards}
+    owners = {shard: name for name, entry in manifest.tensors.items() for shard in entry.shards}
     with ThreadPoolExecutor(THREADS) as pool:
-        for name, shards in sorted(plan.items()):
-            with _ShardFile(folder, name, manifest.files[name]) as file:
-                for shard in shards:
-                    file.locate(shard, manifest.tensors[names[shard]].dtype, names[shard])
+        for file_name, shards in sorted(plan.items()):
+            file = FileOfShards(folder / file_name, manifest.files[file_name])
+            places = {s: file.place(s, manifest.tensors[owners[s]].dtype, owners[s]) for s in shards}
+            with Reader() as reader:
+                reader.open(file.path)  # here, not in two threads at once
 
-                def work(item: tuple[Shard, list[Box]], file: _ShardFile = file) -> None:
-                    shard, boxes = item
-                    if shard in hashed:
-                        file.verify(shard, names[shard])
-                    for box in boxes:
-                        _copy(file, shard, box)
+                def work(shard: Shard, places: Mapping[Shard, Place] = places, reader: Reader = reader) -> None:
+                    name, boxes = owners[shard], plan[shard.file][shard]
+                    _read(reader, places[shard], name, manifest.tensors[name].dtype, boxes, shard in hashed)
 
-                # Copies and hashes let go of the interpreter's lock; boxes of different shards share no element.
-                for _ in pool.map(work, shards.items()):
+                # Reads, copies and hashes let go of the interpreter's lock; boxes of different shards share no element.
+                # In the file's order, for what lies ahead is on its way from the disk.
+                for _ in pool.map(work, sorted(shards, key=lambda shard: places[shard].start)):
                     pass
     return manifest
 
@@ -180,60 +185,41 @@ def _chosen(shards: Collection[Shard], verify: Verify, step: int) -> set[Shard]:
     return {min(shards, key=draw)} | {shard for shard in shards if draw(shard) % SAMPLED_ONE_IN == 0}
 
 
-def _copy(file: _ShardFile, shard: Shard, box: Box) -> None:
-    common = intersection(shard.offset, shard.shape, box.offset, tuple(box.tensor.shape))
+def _read(reader: Reader, place: Place, name: str, dtype: str, boxes: Sequence[Box], hashed: bool) -> None:
+    """Fills what the boxes want of a place; `hashed`: and compares the checksum of all of it."""
+    checksum = None
+    for box in boxes:
+        all_of_it = _common(place, box) == (place.offset, place.shape)
+        sha = hashlib.sha256() if hashed and all_of_it and checksum is None else None
+        _copy(reader, place, dtype, box, sha)
+        checksum = f"sha256:{sha.hexdigest()}" if sha else checksum
+    if hashed:
+        _verify(place, name, checksum or scan_place(StoredTensor(place.shape, dtype, (place,)), place, False).checksum)
+
+
+def _common(place: Place, box: Box) -> tuple[Dims, Dims]:
+    common = intersection(place.offset, place.shape, box.offset, tuple(box.tensor.shape))
     assert common is not None, "the plan holds only shards that the box needs"
-    source = file.tensor(shard)
-    with torch.no_grad():
-        box.tensor.detach()[slices(*common, box.offset)].copy_(source[slices(*common, shard.offset)])
+    return common
 
 
-class _ShardFile:
-    """A safetensors file mapped into memory, whose header is the one that the manifest vouches for."""
+def _copy(reader: Reader, place: Place, dtype: str, box: Box, sha: Any) -> None:
+    """Fills what the box wants of a place, and tells `sha` (None: nobody) of its bytes."""
+    here = box.tensor.detach()
+    size = width(dtype)
+    # What lies in this memory as it lies in the file is read to where it belongs.
+    at_once = here.device.type == "cpu" and DTYPE_NAMES[here.dtype] == dtype
+    for offset, shape in pieces(*_common(place, box), BLOCK_BYTES // size):
+        values = here[slices(offset, shape, box.offset)]
+        bits = values.view(_INTEGERS[size]).numpy() if at_once else np.empty(shape, UNSIGNED[size])
+        reader.fill(place, tuple(o - first for o, first in zip(offset, place.offset)), shape, bits)
+        if sha is not None:
+            sha.update(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data)
+        if not at_once:
+            values.copy_(torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(_TORCH[dtype]).reshape(shape))
 
-    def __init__(self, folder: Path, name: str, entry: FileEntry) -> None:
-        self.path = folder / name
-        self._entry = entry
-        self._placed: dict[Shard, tuple[int, int]] = {}
-        self._tensors: dict[Shard, torch.Tensor] = {}
 
-    def __enter__(self) -> _ShardFile:
-        self._data, self._header = vouched_head(self.path, self._entry)
-        try:
-            with open(self.path, "rb") as file:
-                # Read-only: a private writable mapping of a file larger than memory may be refused.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: the file cannot be read: {error}") from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The mapping goes when the last tensor on it does: closing it under a tensor that a traceback still
-        # holds fails.
-        self._tensors.clear()
-        del self._map
-
-    def locate(self, shard: Shard, dtype: str, name: str) -> None:
-        """Finds the shard's bytes; raises CheckpointError when the file's header describes something else."""
-        start, size = locate(self.path, self._data, self._header, self._entry.bytes, shard, dtype, name)
-        self._placed[shard] = (start, size)
-        with warnings.catch_warnings():
-            # torch has no read-only tensors and says so; this one is only ever copied from.
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            flat = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
-        self._tensors[shard] = flat.view(_TORCH[dtype]).reshape(shard.shape)
-
-    def verify(self, shard: Shard, name: str) -> None:
-        """Raises CheckpointError when the shard's bytes are not those that were written."""
-        start, size = self._placed[shard]
-        with memoryview(self._map) as whole, whole[start : start + size] as data:
-            if digest(data) != shard.checksum:
-                raise CheckpointError(
-                    f"{self.path}: checksum of tensor {name} (key {shard.key!r}) does not match: damaged"
-                )
-
-    def tensor(self, shard: Shard) -> torch.Tensor:
-        """The shard as a tensor on the mapping; valid while the file is open."""
-        return self._tensors[shard]
+def _verify(place: Place, name: str, checksum: str) -> None:
+    """Raises CheckpointError when the place's bytes are not those that were written."""
+    if checksum != place.checksum:
+        raise CheckpointError(f"{place.file}: checksum of tensor {name} (key {place.key!r}) does not match: damaged")

@@ -18,10 +18,9 @@ import numpy as np
 
 from ultrascale.checkpoint.boxes import CheckpointError, Dims, elements, pieces
 from ultrascale.checkpoint.commit import Written, begin, commit, ignore
-from ultrascale.checkpoint.folder import temporary_name
+from ultrascale.checkpoint.folder import begin_flush, temporary_name
 from ultrascale.checkpoint.manifest import FileEntry, Shard, digest
 from ultrascale.checkpoint.safetensors_file import make_head, shard_key, width
-from ultrascale.checkpoint.scan import scan_place
 from ultrascale.checkpoint.stored import Places, Reader, Stored, StoredTensor
 from ultrascale.checkpoint.values import convert, numbers
 from ultrascale.checkpoint.workers import Workers
@@ -97,7 +96,8 @@ def write_files(
     Raises CheckpointError when a source file cannot be read, or a value does not fit its new dtype; OSError when a
     file cannot be written.
     """
-    heads, tasks = {}, []
+    heads: dict[str, bytes] = {}
+    tasks: list[tuple[str, int, StoredTensor, Piece, int]] = []
     places = {name: Places(tensor) for name, tensor in source.items()}
     for name, chosen in files.items():
         prefix, kept = make_head({piece.key: (piece.dtype, piece.form) for piece in chosen}, metadata)
@@ -108,11 +108,11 @@ def write_files(
         for piece in chosen:
             tensor = places[piece.name].touching(piece.offset, piece.shape)
             tasks.append((str(folder / name), kept[piece.key].start, tensor, piece, workers.block_bytes))
-    owners = [(name, piece) for name, chosen in files.items() for piece in chosen]
+    tasks.sort(key=lambda task: _first_byte(task[2]))
     checksums: dict[str, dict[str, str]] = {name: {} for name in files}
     for number, checksum in workers.run(write_piece, tasks):
-        name, piece = owners[number]
-        checksums[name][piece.key] = checksum
+        path, piece = Path(tasks[number][0]), tasks[number][3]
+        checksums[path.name][piece.key] = checksum
         advance(piece.bytes)
     written = {}
     for name in files:
@@ -121,6 +121,11 @@ def write_files(
             size = file.seek(0, 2)
         written[name] = WrittenFile(FileEntry(size, digest(heads[name])), checksums[name])
     return written
+
+
+def _first_byte(tensor: StoredTensor) -> tuple[str, int]:
+    """Where it is read from, to read in the files' order: what lies ahead is on its way from the disk then."""
+    return min(((str(place.file), place.start) for place in tensor.places), default=("", 0))
 
 
 def write_checkpoint(
@@ -164,6 +169,8 @@ def write_piece(path: str, start: int, tensor: StoredTensor, piece: Piece, block
             sha.update(data)
             file.write(data)
             at += len(data)
+        file.flush()
+        begin_flush(file.fileno(), start, at - start)
     assert at == start + piece.bytes, "the blocks of a piece add up to it"
     return "sha256:" + sha.hexdigest()
 
@@ -193,47 +200,53 @@ def as_written(
     return gathered
 
 
-def check_stored(stored: Stored, workers: Workers, advance: Advance) -> None:
-    """Compares the checksums of all tensors; raises CheckpointError that names what is damaged."""
-    owners = [(name, place) for name, tensor in stored.items() for place in tensor.places]
-    # One place each: what a task is given travels to its process.
-    tasks = [(replace(stored[name], places=(place,)), place, False) for name, place in owners]
-    for number, scan in workers.run(scan_place, tasks):
-        name, place = owners[number]
-        if place.checksum is not None and scan.checksum != place.checksum:
-            raise CheckpointError(
-                f"{place.file}: checksum of tensor {name} (key {place.key!r}) does not match: damaged"
-            )
-        advance(elements(place.shape) * width(stored[name].dtype))
-
-
 def compare_stored(source: Stored, written: Stored, target: Path, workers: Workers, advance: Advance) -> None:
-    """Reads back what was written, as who starts from it would: every value must be the source's, rounded once.
+    """Reads both again, what was written as who starts from it would: the source's checksums must hold, and every value
+    must be the source's, rounded once.
 
     target   for the message of the CheckpointError
     """
-    names = list(source)
     if lost := sorted(source.keys() ^ written.keys()):
         raise CheckpointError(f"{target}: {', '.join(lost)} came out otherwise than it was read; nothing is kept")
-    tasks = [(source[name], written[name], workers.block_bytes) for name in names]
-    for number, same in workers.run(same_values, tasks):
+    places = {name: Places(tensor) for name, tensor in written.items()}
+    boxes = []
+    for name, tensor in source.items():
+        near = Places(tensor)
+        boxes += [(name, near.touching(offset, shape), offset, shape) for offset, shape in tensor.boxes()]
+    boxes.sort(key=lambda box: _first_byte(box[1]))
+    tasks = []
+    for name, tensor, offset, shape in boxes:
+        # Few places each: what a task is given travels to its process.
+        far = places[name].touching(offset, shape) if written[name].shape == tensor.shape else written[name]
+        tasks.append((tensor, far, offset, shape, workers.block_bytes))
+    for number, (checksum, same) in workers.run(compared, tasks):
+        name, tensor, _, shape = boxes[number]
+        for place in tensor.places:
+            if place.checksum not in (None, checksum):
+                raise CheckpointError(
+                    f"{place.file}: checksum of tensor {name} (key {place.key!r}) does not match: damaged"
+                )
         if not same:
-            raise CheckpointError(f"{target}: {names[number]} came out otherwise than it was read; nothing is kept")
-        advance(source[names[number]].bytes)
+            raise CheckpointError(f"{target}: {name} came out otherwise than it was read; nothing is kept")
+        advance(elements(shape) * width(source[name].dtype))
 
 
-def same_values(tensor: StoredTensor, written: StoredTensor, block_bytes: int) -> bool:
-    """Whether each value of the one, in the dtype of the other, is the other's."""
+def compared(
+    tensor: StoredTensor, written: StoredTensor, offset: Dims, shape: Dims, block_bytes: int
+) -> tuple[str, bool]:
+    """(checksum of a box, whether each value of it, in the dtype of the other, is the other's)"""
     if tensor.shape != written.shape:
-        return False
+        return "", False
     limit = max(1, block_bytes // max(width(tensor.dtype), width(written.dtype)))
     near, far = Places(tensor), Places(written)
+    sha, same = hashlib.sha256(), True
     with Reader() as reader:
-        for box in pieces((0,) * len(tensor.shape), tensor.shape, limit):
-            bits = convert(reader.box(near.touching(*box), *box).reshape(-1), tensor.dtype, written.dtype)
-            if not np.array_equal(bits, reader.box(far.touching(*box), *box).reshape(-1)):
-                return False
-    return True
+        for box in pieces(offset, shape, limit):
+            bits = reader.box(near.touching(*box), *box).reshape(-1)
+            sha.update(bits.view(np.uint8).data)
+            changed = convert(bits, tensor.dtype, written.dtype)
+            same = same and np.array_equal(changed, reader.box(far.touching(*box), *box).reshape(-1))
+    return "sha256:" + sha.hexdigest(), same
 
 
 def in_shards(named: Iterator[Piece], limit: int) -> list[list[Piece]]:

@@ -98,8 +98,8 @@ def vouched_head(path: Path, entry: FileEntry) -> tuple[int, dict[str, Any]]:
 
 def locate(
     path: Path, data: int, header: Mapping[str, Any], file_bytes: int, shard: Shard, dtype: str, name: str
-) -> tuple[int, int]:
-    """(first byte, number of bytes) of a shard in its file; raises CheckpointError when the header describes something
+) -> int:
+    """The first byte of a shard in its file; raises CheckpointError when the header describes something
     else than the manifest does.
 
     data   where the data begin
@@ -117,7 +117,7 @@ def locate(
             f"{path}: key {shard.key!r} of tensor {name} is {_short(found)}; the manifest says {code} of shape "
             f"{list(shard.shape)}"
         )
-    return data + start, size
+    return data + start
 
 
 def read_head(path: Path) -> dict[str, Kept]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ultrascale.checkpoint.boxes import CheckpointError, Dims, elements, intersection, slices
-from ultrascale.checkpoint.manifest import Manifest
+from ultrascale.checkpoint.manifest import FileEntry, Manifest, Shard
 from ultrascale.checkpoint.safetensors_file import locate, vouched_head, width
 from ultrascale.checkpoint.values import UNSIGNED, Bits, numbers
 from ultrascale.models.row_order import RowOrder
@@ -115,20 +115,33 @@ class Places:
 
 def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint; raises CheckpointError when a file is missing or its header is another one."""
-    heads = {name: vouched_head(folder / name, entry) for name, entry in manifest.files.items()}
-    stored = {}
-    for name, entry in manifest.tensors.items():
-        places = []
-        for shard in entry.shards:
-            path, size = folder / shard.file, manifest.files[shard.file].bytes
-            start, _ = locate(path, *heads[shard.file], size, shard, entry.dtype, name)
-            places.append(Place(path, shard.key, start, shard.offset, shard.shape, shard.checksum))
-        stored[name] = StoredTensor(entry.shape, entry.dtype, tuple(places))
-    return stored
+    files = {name: FileOfShards(folder / name, entry) for name, entry in manifest.files.items()}
+    return {
+        name: StoredTensor(
+            entry.shape,
+            entry.dtype,
+            tuple(files[shard.file].place(shard, entry.dtype, name) for shard in entry.shards),
+        )
+        for name, entry in manifest.tensors.items()
+    }
+
+
+class FileOfShards:
+    """A checkpoint's file, whose header is the one that the manifest vouches for; else CheckpointError."""
+
+    def __init__(self, path: Path, entry: FileEntry) -> None:
+        self.path, self._bytes = path, entry.bytes
+        self._data, self._header = vouched_head(path, entry)
+
+    def place(self, shard: Shard, dtype: str, name: str) -> Place:
+        """Where a shard of tensor `name` lies; raises CheckpointError when the header describes something else."""
+        start = locate(self.path, self._data, self._header, self._bytes, shard, dtype, name)
+        return Place(self.path, shard.key, start, shard.offset, shard.shape, shard.checksum)
 
 
 class Reader:
-    """Reads through a few open files; close it, or use it in a `with`."""
+    """Reads through a few open files; close it, or use it in a `with`. One thread at a time, or all from files that are
+    open already, OPEN_FILES at most."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
@@ -183,7 +196,7 @@ class Reader:
             common = intersection(place.offset, place.shape, offset, shape)
             if common:
                 corner = tuple(c - o for c, o in zip(common[0], place.offset))
-                self._fill(place, corner, common[1], out[(*slices(*common, offset), ...)], size)
+                self.fill(place, corner, common[1], out[(*slices(*common, offset), ...)])
         found: Bits = out
         return found
 
@@ -193,9 +206,10 @@ class Reader:
         self._read(place.file, place.start + start, out)
         return out
 
-    def _fill(self, place: Place, corner: Dims, shape: Dims, out: Any, size: int) -> None:
-        """Reads the box at `corner` of a place into `out`, a view of that shape (… keeps one of a single element)."""
-        dims = len(shape)
+    def fill(self, place: Place, corner: Dims, shape: Dims, out: Any) -> None:
+        """Reads the box at `corner` of a place into `out`, bits of that shape in any strides (of a single element too:
+        a view)."""
+        dims, size = len(shape), out.itemsize
         strides = [prod(place.shape[d + 1 :]) for d in range(dims)]
         # Dims from `run` on are one stretch of the file.
         run = dims
@@ -231,7 +245,7 @@ class Reader:
     def _read(self, path: Path, start: int, out: Bits) -> None:
         """Fills a contiguous array from byte `start` of the file."""
         data = out.reshape(-1).view(np.uint8).data
-        file, done = self._file(path), 0
+        file, done = self.open(path), 0
         while done < len(data):
             try:
                 count = os.preadv(file, [data[done:]], start + done)
@@ -243,7 +257,8 @@ class Reader:
                 )
             done += count
 
-    def _file(self, path: Path) -> int:
+    def open(self, path: Path) -> int:
+        """The file's descriptor; raises CheckpointError when it cannot be opened."""
         if path not in self._open:
             if len(self._open) >= OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])

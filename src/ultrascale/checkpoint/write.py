@@ -1,7 +1,7 @@
 """Saving: each rank writes what it owns into one safetensors file, and nothing counts until all of it is on
 disk.
 
-    temporary folder → each rank's file, hashed and put on disk while it is written, fsynced → rank 0 checks that
+    temporary folder → each rank's file, hashed while the disk writes, fsynced → rank 0 checks that
     the boxes of all ranks tile every tensor → manifest.json, fsynced → folder fsynced → rename → parent fsynced
 
 Whatever dies before the rename leaves a folder that no reader takes for a checkpoint; an error on one rank
@@ -15,8 +15,8 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 
 from ultrascale.checkpoint.boxes import Box, CheckpointError
 from ultrascale.checkpoint.commit import Probe, begin, commit, ignore
-from ultrascale.checkpoint.folder import temporary_name
+from ultrascale.checkpoint.folder import begin_flush, temporary_name
 from ultrascale.checkpoint.manifest import DTYPES, FileEntry, Shard, digest, refuse
 from ultrascale.checkpoint.safetensors_file import make_head, shard_key
 from ultrascale.comm.collectives import gather_json
@@ -32,10 +32,8 @@ from ultrascale.comm.group import Group
 
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
 
-# Hashing and writing take turns on pieces of this size, so that one is under way while the other runs.
-PIECE_BYTES = 8 << 20
-# How much the system may hold back before the disk is told to begin.
-FLUSHED_BYTES = 32 << 20
+# Written, and hashed while the disk has it.
+PIECE_BYTES = 32 << 20
 
 
 def save(
@@ -122,72 +120,38 @@ def _write_file(temporary: Path, rank: int, boxes: list[Box], probe: Probe) -> l
     name = f"rank-{rank:05d}.safetensors"
     rows = []
     probe("open")
-    with open(temporary / name, "xb") as file, _ToDisk(file.fileno()) as disk, ThreadPoolExecutor(1) as hasher:
-        file.write(prefix)
+    with open(temporary / name, "xb", buffering=0) as file:
+        _write_all(file, memoryview(prefix))
         for key in kept:
             box = by_key[key]
             probe("write")
-            checksum = _write_tensor(file, box.tensor, hasher, disk)
+            checksum = _write_tensor(file, box.tensor)
             shard = Shard(name, key, box.offset, tuple(box.tensor.shape), checksum)
             rows.append([box.name, box.shape, DTYPE_NAMES[box.tensor.dtype], astuple(shard)])
-        file.flush()
         probe("sync")
-        disk.finish()
+        os.fsync(file.fileno())
     size = max(place.stop for place in kept.values())
     return [name, astuple(FileEntry(size, digest(prefix))), rows]
 
 
-class _ToDisk:
-    """Has what is written to a file put on disk while more is written: left to itself, the system waits for the sync at
-    the end, and processor and disk take turns."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._written = 0
-        self._thread = ThreadPoolExecutor(1)
-        self._under_way: Future[None] | None = None
-
-    def __enter__(self) -> _ToDisk:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        # The file is closed next, and its number may be another file's then.
-        self._thread.shutdown()
-
-    def written(self, count: int) -> None:
-        """Told of bytes that were written; raises OSError when earlier ones could not be put on disk."""
-        self._written += count
-        if self._under_way is not None and not self._under_way.done():
-            return
-        self._ended()
-        if self._written >= FLUSHED_BYTES:
-            self._written = 0
-            self._under_way = self._thread.submit(os.fdatasync, self._descriptor)
-
-    def finish(self) -> None:
-        """Returns when all is on disk; raises OSError when any of it is not."""
-        self._ended()
-        os.fsync(self._descriptor)
-
-    def _ended(self) -> None:
-        """The system tells of a failure once: what the thread was told must not be lost."""
-        if self._under_way is not None:
-            self._under_way.result()
-            self._under_way = None
-
-
-def _write_tensor(file: Any, tensor: torch.Tensor, hasher: ThreadPoolExecutor, disk: _ToDisk) -> str:
+def _write_tensor(file: FileIO, tensor: torch.Tensor) -> str:
     """Writes the tensor's bytes, row-major and little-endian, and returns their checksum."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     data = flat.numpy().data
     sha = hashlib.sha256()
     for start in range(0, len(data), PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]
-        hashing = hasher.submit(sha.update, piece)
-        file.write(piece)
-        hashing.result()
-        disk.written(len(piece))
+        begin_flush(file.fileno(), *_write_all(file, piece))
+        sha.update(piece)
     return "sha256:" + sha.hexdigest()
+
+
+def _write_all(file: FileIO, data: memoryview) -> tuple[int, int]:
+    """Returns (first byte, number of bytes)."""
+    start, done = file.tell(), 0
+    while done < len(data):
+        done += file.write(data[done:])  # may be less: before the end of a full disk, or of very much
+    return start, done
 
 
 def _key(box: Box) -> str:
