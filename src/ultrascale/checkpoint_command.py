@@ -44,6 +44,18 @@ def _add_reshard(parsers: Any) -> None:
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=0, help="parallel.zero_stage (default 0)")
     parser.add_argument("--dp-shard", type=_positive, metavar="N", help="parallel.dp_shard (default: all of dp)")
     parser.add_argument(
+        "--expert-axes",
+        type=_axes,
+        metavar="AXIS,…",
+        help="parallel.expert_axes, as ep or ep,cp (default: the checkpoint's own)",
+    )
+    parser.add_argument(
+        "--expert-tensor-axes",
+        type=_axes,
+        metavar="AXIS,…",
+        help="parallel.expert_tensor_axes, '' for none (default: as --expert-axes has it)",
+    )
+    parser.add_argument(
         "--schedule",
         metavar="NAME",
         help="pipeline.schedule (default: the checkpoint's own where pp stays, else 1f1b)",
@@ -69,6 +81,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _axes(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if unknown := sorted(set(names) - set(AXES)):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the axes are {', '.join(AXES)}")
+    return names
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 when what was checked does not hold; 2 when a path is no checkpoint, or a number is wrong."""
     known: dict[str, Callable[[argparse.Namespace], int]] = {**commands.RUN, "reshard": _reshard}
@@ -91,6 +110,8 @@ def _reshard(args: argparse.Namespace) -> int:
         **sizes,
         zero_stage=args.zero_stage,
         dp_shard=args.dp_shard,
+        expert_axes=args.expert_axes,
+        expert_tensor_axes=args.expert_tensor_axes,
         schedule=args.schedule,
         virtual_stages=args.virtual_stages,
         device=args.device,

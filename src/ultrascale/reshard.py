@@ -58,6 +58,8 @@ class Layout:
     """For whom files are cut.
 
     dp_shard         as parallel.dp_shard
+    expert_axes      as parallel.expert_axes; None: the checkpoint's own folds
+    expert_tensor_axes   as parallel.expert_tensor_axes; None: as they follow from expert_axes
     schedule         as pipeline.schedule; None: the checkpoint's own where pp is the same, else the default
     virtual_stages   as pipeline.virtual_stages
     device           where the run will be: buckets, which ZeRO cuts, have another size on GPUs
@@ -70,6 +72,8 @@ class Layout:
     ep: int = 1
     zero_stage: int = 0
     dp_shard: int | None = None
+    expert_axes: tuple[str, ...] | None = None
+    expert_tensor_axes: tuple[str, ...] | None = None
     schedule: str | None = None
     virtual_stages: int | None = None
     device: str = "cpu"
@@ -125,6 +129,10 @@ def target_config(manifest: Manifest, layout: Layout) -> Config:
     config = Config.model_validate(manifest.header["config"], strict=False)
     axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("dp", "tp", "cp", "pp", "ep")}
     changed = {**axes, "zero_stage": layout.zero_stage, "dp_shard": layout.dp_shard, "sequence_parallel": "auto"}
+    if layout.expert_axes is not None:
+        changed |= {"expert_axes": layout.expert_axes, "expert_tensor_axes": None}
+    if layout.expert_tensor_axes is not None:
+        changed["expert_tensor_axes"] = layout.expert_tensor_axes
     parallel = config.parallel.model_copy(update=changed)
     pipeline = config.pipeline if layout.pp == config.parallel.pp else Pipeline()
     if layout.schedule is not None:

@@ -155,13 +155,24 @@ MIXTURE = {
 }
 
 
-@pytest.mark.parametrize("layout", [{"ep": 2, "tp": 2, "zero_stage": 1}, {"dp": 2, "ep": 2, "zero_stage": 3}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"ep": 2, "tp": 2, "zero_stage": 1},
+        {"dp": 2, "ep": 2, "zero_stage": 3},
+        {"ep": 2, "cp": 2, "expert_axes": ("ep", "cp")},
+        {"ep": 2, "tp": 2, "expert_axes": ("ep", "tp")},
+        {"ep": 2, "tp": 2, "expert_tensor_axes": ()},
+    ],
+    ids=str,
+)
 def test_experts_and_biases_of_routers_are_cut_as_a_run_saves_them(tmp_path: Path, layout: dict[str, Any]) -> None:
     source = saved_under({}, MIXTURE, None, tmp_path / "one")
     expected = saved_under(layout, MIXTURE, source, tmp_path / "saved")
     assert "layers.1.moe.router.bias" in read_manifest(expected).tensors
     same_files(expected, resharded(source, tmp_path / "resharded", layout))
-    same_files(source, resharded(tmp_path / "resharded", tmp_path / "back", {}))
+    as_it_was = {"expert_axes": ("ep",)} if "expert_axes" in layout or "expert_tensor_axes" in layout else {}
+    same_files(source, resharded(tmp_path / "resharded", tmp_path / "back", as_it_was))
 
 
 NAMES = list(LAYOUTS)
@@ -253,6 +264,9 @@ def test_a_layout_that_the_model_does_not_fit_is_refused_and_nothing_is_left(
         code = cli.main(["checkpoint", "reshard", str(origin(False)), str(tmp_path / "c"), *words])
         assert code == 2, words
         assert named in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["checkpoint", "reshard", str(origin(False)), str(tmp_path / "c"), "--expert-axes", "ep,xp"])
+    assert "xp: the axes are dp, tp, cp, pp, ep" in capsys.readouterr().err
     (tmp_path / "there").mkdir()
     assert cli.main(["checkpoint", "reshard", str(origin(False)), str(tmp_path / "there")]) == 2
     assert "is there already" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from ultrascale.comm.ledger import Ledger
 from ultrascale.models.moe import MixtureOfExperts
 from ultrascale.parallel.experts.capacity import first_of_each, within_capacity
 from ultrascale.parallel.experts.jitter import jittered
-from ultrascale.parallel.experts.router import NONE
+from ultrascale.parallel.experts.router import NONE, Routing, balance_sum, without_padding
 from ultrascale.parallel.passes import Pass
 
 EXPERTS, K = 5, 2
@@ -115,3 +115,14 @@ def test_a_token_for_which_no_expert_has_room_gets_nothing_and_other_weights_sta
             torch.testing.assert_close(y.flatten(0, 1)[token], expected, rtol=1e-12, atol=1e-15)
     dropped = (taken == NONE).sum(1)
     assert {0, 1, 2} == set(dropped.tolist())
+
+
+def test_a_row_that_is_all_padding_adds_nothing_to_the_balance_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, EXPERTS, dtype=torch.float64, generator=generator)  # 3 places of 2 rows
+    shares = logits.softmax(-1)
+    routing = Routing(logits=logits, shares=shares, chosen=shares.topk(K).indices, weights=shares.topk(K).values)
+    real = torch.tensor([True, False]).repeat(3)
+    alone = Routing(*(part[::2] for part in (logits, shares, routing.chosen, routing.weights)))
+    found = balance_sum(without_padding(routing, real), 2, torch.tensor([3, 0]), ALONE)
+    assert float(found) == pytest.approx(float(balance_sum(alone, 1, 3, ALONE)), rel=1e-14)

@@ -28,6 +28,9 @@ _STEP = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\..+\.tmp-[0-9a-f]{12}|\.trash-.+-[0-9a-f]{12}")
 POINTER = "latest"
 
+LEAST_FLUSHED = 1 << 20
+"""Bytes: what is less is left to the sync at the end."""
+
 
 def folder_name(step: int) -> str:
     """The name of the checkpoint of this step: step-00000010."""
@@ -217,7 +220,7 @@ def begin_flush(descriptor: int, start: int, count: int) -> None:
     """Has the disk begin with bytes of a file that were written, and returns: left to itself, the system waits for the
     sync at the end, and processor and disk take turns. A sync on the way would hold up those that write meanwhile.
     """
-    if hasattr(os, "posix_fadvise"):  # macOS has none
+    if count >= LEAST_FLUSHED and hasattr(os, "posix_fadvise"):  # macOS has none
         # Linux starts to write what is not on disk yet, and drops what is (mm/fadvise.c).
         os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
 

@@ -99,8 +99,8 @@ def vouched_head(path: Path, entry: FileEntry) -> tuple[int, dict[str, Any]]:
 def locate(
     path: Path, data: int, header: Mapping[str, Any], file_bytes: int, shard: Shard, dtype: str, name: str
 ) -> int:
-    """The first byte of a shard in its file; raises CheckpointError when the header describes something
-    else than the manifest does.
+    """The first byte of a shard in its file; raises CheckpointError when the header describes something else than the
+    manifest does.
 
     data   where the data begin
     """

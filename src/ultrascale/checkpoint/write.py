@@ -1,8 +1,8 @@
 """Saving: each rank writes what it owns into one safetensors file, and nothing counts until all of it is on
 disk.
 
-    temporary folder → each rank's file, hashed while the disk writes, fsynced → rank 0 checks that
-    the boxes of all ranks tile every tensor → manifest.json, fsynced → folder fsynced → rename → parent fsynced
+    temporary folder → each rank's file, hashed while the disk writes, fsynced → rank 0 checks that the boxes of
+    all ranks tile every tensor → manifest.json, fsynced → folder fsynced → rename → parent fsynced
 
 Whatever dies before the rename leaves a folder that no reader takes for a checkpoint; an error on one rank
 reaches all.

@@ -168,6 +168,8 @@ def balance_sum(routing: Routing, rows: int, per_row: torch.Tensor | int, row_gr
         with row_group.ledger.during("router"):
             counts = collectives.all_reduce(counts, row_group).wait().view(rows, experts)
     shares = routing.shares.unflatten(0, (-1, rows)).sum(0)
+    # A row that is all padding has no tokens, no counts and no shares: its part is 0, not 0/0.
+    per_row = per_row.clamp(min=1) if isinstance(per_row, torch.Tensor) else per_row
     return ((shares * counts).sum(1) * experts / (k * per_row**2)).sum()
 
 
