@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,19 @@ def test_results_come_back_by_rank_from_workers_that_live_on() -> None:
     assert all(size == 4 and threads == 1 for _, size, _, threads, _ in first)
     assert all(args[0] == "argument" and torch.equal(args[1], torch.ones(2)) for *_, args in first)
     assert [pid for _, _, pid, _, _ in pool(4).run(_who)] == [pid for _, _, pid, _, _ in first]
+
+
+def test_workers_of_an_idle_pool_take_no_time() -> None:
+    pids = [pid for _, _, pid, _, _ in pool(2).run(_who)]
+    deadline = time.monotonic() + 10
+
+    def states() -> set[str]:
+        return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+    while states() != {"T"} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert states() == {"T"}  # stopped
+    assert [pid for _, _, pid, _, _ in pool(2).run(_who)] == pids
 
 
 def _disturb(context: Context) -> int:
