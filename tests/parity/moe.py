@@ -126,7 +126,8 @@ def matrix() -> Iterator[Cell]:
         yield cell(model, {"dp": 4, "ep": 2}, zero, {"parallel.dp_shard": 2})
         yield cell(model, {"dp": 2, "tp": 2}, zero, folded("tp"))
         yield cell(model, {"dp": 2, "cp": 2}, zero, folded("cp"))
-        yield cell(model, {"dp": 2, "ep": 2, "pp": 2}, zero, {"pipeline.schedule": "dualpipe_v"})
+        enough = {"pipeline.schedule": "dualpipe_v", "batch.global_size": 16}
+        yield cell(model, {"dp": 2, "ep": 2, "pp": 2}, zero, enough)
     for model in variants:
         for term in ("router_aux_loss_coef", "router_z_loss_coef"):
             other = ({"router_aux_loss_coef", "router_z_loss_coef"} - {term}).pop()

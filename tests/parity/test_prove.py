@@ -25,6 +25,8 @@ import torch
 import zero
 from cells import Cell, check
 
+from ultrascale.assembly import training_plan
+
 ROOT = Path(__file__).parents[2]
 DONE = ROOT / "build" / "prove" / "parity.jsonl"
 TABLE = ROOT / "benchmarks" / "results" / "parity.md"
@@ -82,6 +84,19 @@ def done() -> dict[str, dict[str, Any]]:
         return {}
     records = [json.loads(line) for line in DONE.read_text().splitlines()]
     return {record["cell"]: record for record in records if record["sources"] == sources()}
+
+
+@pytest.mark.prove
+def test_every_cell_of_the_full_matrix_is_a_run_that_could_begin() -> None:
+    """As far as its schedule goes; else it would be found out hours later."""
+    about = ("pipeline.", "batch.", "parallel.pp", "parallel.dp", "parallel.ep", "parallel.zero", "model.num_h")
+    alike = {tuple(item for item in cell.overrides.items() if item[0].startswith(about)): cell for cell in MATRIX}
+    assert len(alike) > 100
+    for cell in alike.values():
+        try:
+            training_plan(cell.config())
+        except Exception as error:
+            raise AssertionError(f"{cell}: {error}") from error
 
 
 @pytest.mark.prove
