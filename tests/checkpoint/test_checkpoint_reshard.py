@@ -284,6 +284,27 @@ def test_ranks_together_read_their_own_bytes_and_hash_every_shard_and_few_twice(
         assert not hashed[0] | hashed[1]
 
 
+def test_a_file_is_read_from_front_to_back_whatever_is_asked_for_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"t{i}": torch.randn(12, 8) for i in range(32)}
+    save(tmp_path / "c", whole_boxes(tensors), HEADER)
+    starts: list[int] = []
+    original = read._copy
+
+    def noted(reader: Any, place: Any, dtype: str, box: Any, sha: Any) -> None:
+        starts.append(place.start)
+        original(reader, place, dtype, box, sha)
+
+    monkeypatch.setattr(read, "_copy", noted)
+    monkeypatch.setattr(read, "THREADS", 1)
+    asked = {name: torch.zeros(12, 8) for name in reversed(tensors)}
+    load(tmp_path / "c", whole_boxes(asked))
+    assert starts == sorted(starts)
+    assert len(starts) == 32
+    assert all(same_bits(asked[name], tensor) for name, tensor in tensors.items())
+
+
 def test_damage_in_a_part_that_a_rank_does_not_need_is_found_by_the_one_whose_turn_it_is(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.randn(12, 8) for i in range(8)}
     save(tmp_path / "c", whole_boxes(tensors), HEADER)

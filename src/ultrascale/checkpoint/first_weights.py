@@ -16,7 +16,7 @@ import torch
 from ultrascale.checkpoint.boxes import Box, CheckpointError, pieces, slices
 from ultrascale.checkpoint.hugging_face import open_folder
 from ultrascale.checkpoint.manifest import read_manifest
-from ultrascale.checkpoint.read import Verify, load
+from ultrascale.checkpoint.read import Verify, as_tensor, load
 from ultrascale.checkpoint.stored import Places, Reader
 from ultrascale.checkpoint.values import convert, exact
 from ultrascale.checkpoint.weight_rules import Applied, Origins, Shapes, origins
@@ -63,7 +63,7 @@ def fill_from_hf(
             for offset, shape in pieces(box.offset, tuple(box.tensor.shape), BLOCK):
                 tensor = places[box.name].touching(offset, shape)
                 bits = np.ascontiguousarray(convert(reader.box(tensor, offset, shape).reshape(-1), as_stored, dtype))
-                values = torch.from_numpy(bits.view(np.uint8)).view(box.tensor.dtype).reshape(shape)
+                values = as_tensor(bits, box.tensor.dtype).reshape(shape)
                 box.tensor[slices(offset, shape, box.offset)].copy_(values)
     return FirstWeights(str(path), found.applied)
 

@@ -24,7 +24,7 @@ from ultrascale.checkpoint.manifest import Manifest, Shard, read_manifest, refus
 from ultrascale.checkpoint.safetensors_file import width
 from ultrascale.checkpoint.scan import scan_place
 from ultrascale.checkpoint.stored import FileOfShards, Place, Reader, StoredTensor
-from ultrascale.checkpoint.values import UNSIGNED
+from ultrascale.checkpoint.values import UNSIGNED, Bits
 from ultrascale.checkpoint.write import DTYPE_NAMES
 
 Verify = Literal["full", "sampled", "off"]
@@ -216,7 +216,12 @@ def _copy(reader: Reader, place: Place, dtype: str, box: Box, sha: Any) -> None:
         if sha is not None:
             sha.update(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data)
         if not at_once:
-            values.copy_(torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(_TORCH[dtype]).reshape(shape))
+            values.copy_(as_tensor(bits, _TORCH[dtype]))
+
+
+def as_tensor(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous bits as a tensor of their shape, in the same memory: through bytes, for numpy has no bfloat16."""
+    return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(dtype).reshape(bits.shape)
 
 
 def _verify(place: Place, name: str, checksum: str) -> None:
