@@ -2,6 +2,7 @@
 
 docs/config.md        every key, from the schema's own docstrings
 docs/zero.md          between its markers, what the ZeRO stages keep and send, from the formulas that tests check
+docs/checkpoints.md   between its markers, how fast they are, from what benchmarks/checkpoint.py wrote down
 docs/context_parallelism.md   between its markers, what attention over cp sends, likewise
 configs/schema.json   the JSON Schema that editors read through the modeline of a config
 """
@@ -241,9 +242,37 @@ def context_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+# ---- docs/checkpoints.md ----------------------------------------------------------------------------------------
+
+COMPARED = (
+    ("save", "the raw disk (write and fsync)", "save against the raw disk"),
+    ("save", "`torch.save`", "save against torch.save"),
+    ("save", "DCP", "save against DCP"),
+    ("asynchronous save: time that training waits", "DCP's `async_save`", "stall against DCP"),
+    ("load, every checksum compared", "`torch.load`, which compares nothing", "load against torch.load"),
+    ("load, every checksum compared", "DCP, which compares nothing", "load against DCP"),
+    ("reshard, every value compared at the end", "DCP's load and save, which compare nothing", "reshard against DCP"),
+)
+"""Ours, the other, and the ratio's name in the benchmark's figures."""
+
+
+def checkpoint_table() -> str:
+    """How many times as fast as others checkpoints are."""
+    figures = json.loads((ROOT / "benchmarks" / "results" / "checkpoint_cpu.json").read_text())
+    ratios, seconds = figures["ratios"], figures["seconds"]
+    rows = [f"| {ours} | {other} | {ratios[name]:.2f} |" for ours, other, name in COMPARED]
+    text = (
+        f"{figures['date']}, torch {figures['torch']}, {figures['cores']} cores, {figures['bytes'] / 1e9:.1f} GB on a "
+        f"disk that writes {figures['bytes'] / seconds['raw write'] / 1e9:.1f} GB/s:"
+    )
+    stall = f"An asynchronous save keeps training for {ratios['stall against a memory copy']:.2f} × a copy in memory."
+    return "\n".join([text, "", "| ours | beside | times as fast |", "|---|---|---|", *rows, "", stall, ""])
+
+
 GENERATED = {
     "docs/config.md": config_page,
     "docs/zero.md": lambda: with_table("docs/zero.md", zero_table()),
+    "docs/checkpoints.md": lambda: with_table("docs/checkpoints.md", checkpoint_table()),
     "docs/context_parallelism.md": lambda: with_table("docs/context_parallelism.md", context_table()),
     "configs/schema.json": lambda: json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
 }
