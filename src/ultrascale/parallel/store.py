@@ -15,7 +15,7 @@ from torch import nn
 
 from ultrascale.comm.group import Group
 from ultrascale.mesh.axes import Mesh
-from ultrascale.parallel.buckets import Bucket, Span, Use, make_buckets
+from ultrascale.parallel.buckets import Bucket, Held, Span, Use, make_buckets
 from ultrascale.parallel.init import initialise
 from ultrascale.parallel.layout import Layout, Tie
 from ultrascale.parallel.module import Entry, Module, stored_tensors
@@ -66,6 +66,7 @@ class Store:
         self._aliases: dict[int, nn.Parameter] = {}
         """A tied parameter's further tensors on this rank (by id) → the one that is stored."""
         self._make_buckets(stages)
+        self._held: dict[tuple[Bucket, int, int], tuple[Held, ...]] = {}
         self.place: dict[int, tuple[Bucket, int, tuple[int, ...]]] = {}
         """Parameter (by id) → its bucket, where it begins, its shape."""
         self.kept = list(self._find_kept())
@@ -174,12 +175,20 @@ class Store:
         flat    a buffer of the bucket's shard, or of a part of it that holds all of the span's elements in the shard
         begin   the shard's element that is the buffer's first
         """
-        for held in bucket.held(span, self.mesh, self.rank):
+        for held in self._boxes_of(bucket, span):
             start = held.start - begin
             values = flat[start : start + prod(held.memory)].view(held.memory)
             for dim, size in enumerate(held.shape):
                 values = values.narrow(dim, 0, size)
             yield held.offset, values
+
+    def _boxes_of(self, bucket: Bucket, span: Span) -> tuple[Held, ...]:
+        """What of a span this rank holds: found once, for training waits while a checkpoint lists its boxes."""
+        key = (bucket, span.start, span.stop)
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = tuple(bucket.held(span, self.mesh, self.rank))
+        return found
 
     def copies_of(self, bucket: Bucket) -> Group:
         """The ranks over pp that hold copies of a bucket: of its tie, or of its stage."""
